@@ -1,0 +1,65 @@
+"""Prompt lookup: drafts are copied from where the last tokens stood before."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from m2r2_jax.cache import KVCache
+from m2r2_jax.speculative import Context, Layout, Outcome, Proposal
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLookup:
+    """Copies what followed the latest earlier occurrence of the last n-gram.
+
+    The longest matching n-gram wins. Without a match no draft is valid and the round
+    is a plain step. After Saxena's prompt lookup decoding; it takes the first match
+    where we take the latest.
+
+    Attributes:
+      length: tokens to copy at most.
+      max_ngram: longest suffix to look for.
+      min_ngram: shortest.
+    """
+
+    length: int = 8
+    max_ngram: int = 3
+    min_ngram: int = 2
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.chain(self.length)
+
+    def init(self, params: dict, hidden_BD: jax.Array) -> tuple[()]:
+        return ()
+
+    def propose(
+        self, params: dict, state: tuple[()], context: Context
+    ) -> tuple[Proposal, tuple[()], KVCache]:
+        drafts_Bk, valid_Bk = jax.vmap(self._lookup)(context.history, context.length)
+        tokens_Bn = jnp.concatenate([context.root[:, None], drafts_Bk], axis=1)
+        valid_Bn = jnp.pad(valid_Bk, ((0, 0), (1, 0)), constant_values=True)
+        return Proposal(tokens_Bn, valid_Bn), state, context.cache
+
+    def update(self, params: dict, state: tuple[()], outcome: Outcome) -> tuple[()]:
+        return state
+
+    def _lookup(self, history_S: jax.Array, length: jax.Array):
+        """Drafts `[k]` and their validity of one row."""
+        slot_S = jnp.arange(history_S.shape[0])
+        following = jnp.int32(-1)
+        matches_S = jnp.ones_like(slot_S, jnp.bool_)
+        for size in range(1, self.max_ngram + 1):
+            # matches_S[s]: the `size` tokens before slot s equal the last ones.
+            shifted_S = jnp.roll(history_S, size)
+            suffix = history_S[jnp.maximum(length - size, 0)]
+            matches_S &= (shifted_S == suffix) & (slot_S >= size)
+            if size >= self.min_ngram:
+                latest = jnp.max(jnp.where(matches_S & (slot_S < length), slot_S, -1))
+                following = jnp.where(latest >= 0, latest, following)
+        source_k = following + jnp.arange(self.length)
+        valid_k = (following >= 0) & (source_k < length)
+        return history_S[source_k % history_S.shape[0]], valid_k

@@ -1,0 +1,83 @@
+"""A loaded model: config, parameters and tokenizer, and how to load one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from m2r2_jax import fetch, sharding
+from m2r2_jax.checkpoint import GGUFFile, config_from_gguf, load_gguf_params
+from m2r2_jax.config import ModelConfig
+from m2r2_jax.text import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """Everything that decoding needs.
+
+    Attributes:
+      config: static description.
+      params: parameter tree of `transformer.weight_specs`.
+      tokenizer: text to ids and back, and the chat template.
+      mesh: devices the arrays are spread over; None for a single device.
+    """
+
+    config: ModelConfig
+    params: dict
+    tokenizer: Tokenizer
+    mesh: Mesh | None = None
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether blocks are stored per layer (see `transformer`)."""
+        return isinstance(self.params["blocks"], tuple)
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    dtype: jnp.dtype | None = None,
+    mesh: Mesh | None = None,
+    unrolled: bool | None = None,
+) -> Model:
+    """Loads a model, tensor by tensor.
+
+    Args:
+      path: a GGUF file of dense Llama architecture; None is the default model,
+        SmolLM2-135M-Instruct, fetched on first use.
+      dtype: of weights and activations; f32 on CPU and bf16 elsewhere by default.
+      mesh: from `sharding.make_mesh`.
+      unrolled: per-layer weights and an unrolled program, which is faster to run but
+        longer to compile; by default everywhere but on TPU.
+
+    Raises:
+      FileNotFoundError: no such file, or the default model cannot be fetched.
+      ValueError: a file that is not supported, incomplete or inconsistent.
+    """
+    _enable_compilation_cache()
+    backend = jax.default_backend()
+    dtype = dtype or (jnp.float32 if backend == "cpu" else jnp.bfloat16)
+    unrolled = backend != "tpu" if unrolled is None else unrolled
+    file = GGUFFile(fetch.default_model_file() if path is None else path)
+    name = fetch.DEFAULT_MODEL if path is None else file.path.stem
+    config = dataclasses.replace(config_from_gguf(file), name=name)
+    tokenizer = Tokenizer.from_gguf(file.metadata)
+
+    def place(array, axes):
+        if mesh is None:
+            return jnp.asarray(array)
+        return jax.device_put(array, sharding.sharding(mesh, axes, array.shape))
+
+    params = load_gguf_params(file, config, dtype, unrolled=unrolled, place=place)
+    return Model(config, params, tokenizer, mesh)
+
+
+def _enable_compilation_cache() -> None:
+    """Keeps compiled programs between processes, unless the user chose a place."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = fetch.cache_folder() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -1,0 +1,255 @@
+"""Text to token ids and back, and chat rendering, from GGUF metadata alone."""
+
+import functools
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any, Self
+
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as BpeTokenizer
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_TIKTOKEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre: patterns, each of which splits the pieces the one before left.
+_PRE_TOKENIZERS = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "llama-bpe": (_TIKTOKEN % r"\p{N}{1,3}",),
+    "qwen2": (_TIKTOKEN % r"\p{N}",),
+    "smollm": (r"\p{N}", _GPT2),
+}
+_CONTROL_TYPES, _USER_DEFINED_TYPE = (2, 3), 4  # values of tokenizer.ggml.token_type
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+# GPT-2's alphabet: the bytes that do not print are shifted to the characters from 256.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_SHIFTED = enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
+_BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in _SHIFTED}
+
+
+class Tokenizer:
+    """A model's byte-level BPE vocabulary and its chat template.
+
+    Control tokens (`<|im_start|>`) come from text only where the caller asks for it.
+
+    Attributes:
+        bos_id: id of the beginning-of-sequence token, None when the model has none.
+        eos_ids: ids that end a generation.
+        vocab_size: number of tokens; ids are in [0, vocab_size).
+    """
+
+    def __init__(self, fields: dict[str, Any]):
+        self._fields = fields
+        self._tokens = tokens = fields["tokens"]
+        self.vocab_size = len(tokens)
+        self.bos_id = fields.get("bos_token_id")
+        self.eos_ids = _eos_ids(fields)
+        types = list(enumerate(fields.get("token_type", ())))
+        # A file may type its end-of-turn token as ordinary: it is a control even so.
+        control_ids = self.eos_ids | {i for i, t in types if t in _CONTROL_TYPES}
+        self._controls = {tokens[i]: i for i in control_ids}
+        user_defined = {tokens[i] for i, t in types if t == _USER_DEFINED_TYPE}
+        self._units = user_defined | self._controls.keys()
+        self._bpe = _build_bpe(fields, self._controls, self._units)
+        longest_first = sorted(map(re.escape, self._controls), key=len, reverse=True)
+        any_control = "|".join(longest_first) or "(?!)"
+        self._split = re.compile(f"({any_control})").split
+        # The lookahead finds every start, those inside another look-alike too.
+        self._look_alike = re.compile(f"(?={any_control})(.)", re.DOTALL)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+        """Builds the tokenizer that a GGUF file's metadata describes.
+
+        Warns of an unknown `tokenizer.ggml.pre` and then splits text as GPT-2 does.
+
+        Args:
+            metadata: GGUF keys to plain Python values (str, int, bool, lists of them).
+
+        Raises:
+            ValueError: a key is missing, or the tokenizer is no byte-level BPE.
+        """
+        prefix = re.compile(r"tokenizer\.(ggml\.)?")
+        fields = {prefix.sub("", k): v for k, v in metadata.items() if prefix.match(k)}
+        if (model := fields.get("model")) != "gpt2":
+            raise ValueError(f"tokenizer.ggml.model is {model!r}; supported: 'gpt2'")
+        bos = ["bos_token_id"] if fields.get("add_bos_token") else []
+        if missing := [n for n in ["tokens", "merges", *bos] if n not in fields]:
+            raise ValueError(f"the GGUF metadata has no tokenizer.ggml.{missing[0]}")
+        return cls(fields)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return bool(self._fields.get("chat_template"))
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Encodes text; bytes the vocabulary lacks are dropped (SmolLM2 lacks 21).
+
+        Args:
+            text: the text; a control token's spelling in it is ordinary text.
+            special: whether such spellings become the control tokens instead.
+
+        Returns:
+            Token ids, [length]; BOS first if the model asks for it and it is not there.
+
+        Raises:
+            UnicodeEncodeError: the text holds a lone surrogate (a ValueError).
+        """
+        ids = self._encode_special(text) if special else self._encode_plain(text)
+        add_bos = self._fields.get("add_bos_token") and ids[:1] != [self.bos_id]
+        return [self.bos_id, *ids] if add_bos else ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Decodes token ids; bytes that are not valid UTF-8 become U+FFFD.
+
+        Args:
+            ids: token ids, [length]; one outside the vocabulary decodes to "".
+            skip_special: whether control tokens decode to "" too.
+        """
+        tokens = [self._tokens[i] for i in ids if 0 <= i < self.vocab_size]
+        kept = [t for t in tokens if not (skip_special and t in self._controls)]
+        return b"".join(map(self._token_bytes, kept)).decode(errors="replace")
+
+    def render(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Renders a conversation; to encode it safely use `encode_chat` instead.
+
+        Args:
+            messages: turns, oldest first, each with a `role` and a `content`.
+            add_generation_prompt: whether to open the assistant's next turn.
+
+        Raises:
+            ValueError: malformed messages, no chat template, or one that refuses them.
+        """
+        _check_messages(messages)
+        if not self.has_chat_template:
+            raise ValueError("the model has no chat template; pass plain text instead")
+        import jinja2
+
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(given)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the model's chat template failed: {error}") from error
+
+    def encode_chat(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Encodes a conversation; control tokens spelled in it are ordinary text.
+
+        Each such spelling is broken by a marker character, which is taken out once the
+        rendered text is split at the template's control tokens: the spelling gets the
+        ids of ordinary text, and all else those of the rendered text encoded whole.
+        Part of a spelling stays: templates build control tokens from the role.
+
+        Returns:
+            Token ids, [length], with no BOS added. For args and errors see `render`.
+        """
+        _check_messages(messages)
+        used = set(self._fields.get("chat_template", ""))
+        used.update(*(text for message in messages for text in message.values()))
+        marker = next(c for c in map(chr, range(0x10FFFF, 0, -1)) if c not in used)
+        guard = functools.partial(self._look_alike.sub, rf"\1{marker}")
+        guarded = [{k: guard(v) for k, v in message.items()} for message in messages]
+        text = self.render(guarded, add_generation_prompt=add_generation_prompt)
+        return self._encode_special(text, marker)
+
+    def _encode_special(self, text: str, marker: str = "") -> list[int]:
+        ids = []
+        for index, piece in enumerate(self._split(text)):  # controls at odd indices
+            plain = piece.replace(marker, "")
+            ids += [self._controls[piece]] if index % 2 else self._encode_plain(plain)
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        text.encode()  # the BPE calls a lone surrogate a TypeError and names nothing
+        return self._bpe.encode(text).ids
+
+    def _token_bytes(self, token: str) -> bytes:
+        if token in self._units or not _BYTES.keys() >= set(token):
+            return token.encode()
+        return bytes(_BYTES[character] for character in token)
+
+    @functools.cached_property
+    def _template(self):
+        named = [k for k in ("bos_token", "eos_token") if f"{k}_id" in self._fields]
+        texts = {k: self._tokens[self._fields[f"{k}_id"]] for k in named}
+        return _chat_environment().from_string(self._fields["chat_template"], texts)
+
+
+def _eos_ids(fields: dict[str, Any]) -> frozenset[int]:
+    """Returns the ids the file names as ends, and its template's end of turn."""
+    named = {fields.get(f"{end}_token_id") for end in ("eos", "eot", "eom")} - {None}
+    template, tokens = fields.get("chat_template", ""), fields["tokens"]
+    turn_ends = [end for end in _TURN_ENDS if end in template and end in tokens]
+    return frozenset(named.union(map(tokens.index, turn_ends)))
+
+
+def _build_bpe(fields: dict[str, Any], controls: dict, units: set) -> BpeTokenizer:
+    """Builds the BPE of ordinary text, which cannot make a control token."""
+    pre = fields.get("pre")
+    vocab = {t: i for i, t in enumerate(fields["tokens"]) if t not in controls}
+    pairs = (tuple(merge.split(" ", 1)) for merge in fields["merges"])
+    merges = [pair for pair in pairs if "".join(pair) not in controls]
+    bpe = BpeTokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    bpe.pre_tokenizer = _pre_tokenizer(pre)
+    if pre == "qwen2":
+        bpe.normalizer = normalizers.NFC()
+    ordinary = [token for token in units if token not in controls]
+    bpe.add_tokens([AddedToken(token, normalized=False) for token in ordinary])
+    return bpe
+
+
+def _pre_tokenizer(name: str | None) -> pre_tokenizers.Sequence:
+    if name not in _PRE_TOKENIZERS:
+        known = ", ".join(_PRE_TOKENIZERS)
+        warning = f"tokenizer.ggml.pre {name!r} is none of {known}; using GPT-2's rule"
+        warnings.warn(warning, stacklevel=5)  # at the caller of from_gguf
+    patterns = map(Regex, _PRE_TOKENIZERS.get(name, (_GPT2,)))
+    steps = [pre_tokenizers.Split(p, behavior="isolated") for p in patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*steps, to_bytes])
+
+
+def _check_messages(messages: object) -> None:
+    fix = "pass a list such as [{'role': 'user', 'content': 'Hello'}]"
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages is {messages!r:.40}, not a non-empty list; {fix}")
+    for index, message in enumerate(messages):
+        found = type(message).__name__
+        if isinstance(message, dict):
+            found = {key: type(value).__name__ for key, value in message.items()}
+        if found != {"role": "str", "content": "str"}:
+            raise ValueError(f"message {index} is of {found}, two str needed; {fix}")
+
+
+def _chat_environment():
+    """Returns the sandboxed jinja2 environment that chat templates are written for."""
+    import jinja2
+    from jinja2 import ext, sandbox
+
+    class Generation(ext.Extension):  # a mark for training: renders as its contents
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["tools"] = environment.globals["documents"] = None
+    return environment
