@@ -48,7 +48,7 @@ def _autoregressive(model: Model) -> Method:
 
 
 def _prompt_lookup(
-    model: Model, *, length: int = 8, max_ngram: int = 3, min_ngram: int = 2
+    model: Model, *, length: int = 8, max_ngram: int = 4, min_ngram: int = 3
 ) -> Method:
     """Drafts copied from earlier text; no parameters."""
     del model
@@ -56,7 +56,12 @@ def _prompt_lookup(
 
 
 def _m2r2(
-    model: Model, *, exit_layer: int = 2, length: int = 1, rank: int = 32
+    model: Model,
+    *,
+    exit_layer: int = 2,
+    length: int = 1,
+    min_confidence: float = 0.9,
+    rank: int = 32,
 ) -> Method:
     """Drafts from the accelerated residual stream of the first layers."""
     accelerators = init_accelerators(
@@ -68,7 +73,7 @@ def _m2r2(
         accelerators["layers"] = unroll(accelerators["layers"])
     return Method(
         "m2r2",
-        MultiRateChain(model.config, exit_layer, length),
+        MultiRateChain(model.config, exit_layer, length, min_confidence),
         {"accelerators": accelerators},
         note="accelerators are untrained (zero): a plain early exit drafts",
     )
@@ -88,7 +93,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 
 
 def build_method(
-    name: str, model: Model, *, exact: bool = False, **settings: int
+    name: str, model: Model, *, exact: bool = False, **settings: float
 ) -> Method:
     """Builds a decoding method.
 

@@ -42,9 +42,7 @@ class Answer:
     @property
     def tau(self) -> float | None:
         """Tokens per pass of the full model, its own token included; None if none."""
-        if not self.token_ids:
-            return None
-        return len(self.token_ids) / (len(self.committed) or len(self.token_ids))
+        return len(self.token_ids) / len(self.committed) if self.committed else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,14 +271,15 @@ class Session:
         for row in range(self.batch):
             ids = history[row, len(prompts[row]) : ends[row]].tolist()
             stopped = bool(ids) and ids[-1] in eos_ids
-            counts = {}
-            if trace is not None:
-                rounds = int(trace.rounds[row])
-                counts = {
-                    name: getattr(trace, name)[row, :rounds].tolist()
-                    for name in ("proposed", "accepted", "committed")
-                }
-            answers.append(Answer(ids, "stop" if stopped else "length", **counts))
+            reason = "stop" if stopped else "length"
+            if trace is None:
+                answers.append(Answer(ids, reason, committed=[1] * len(ids)))
+                continue
+            rounds = int(trace.rounds[row])
+            counts = (trace.proposed, trace.accepted, trace.committed)
+            answers.append(
+                Answer(ids, reason, *(count[row, :rounds].tolist() for count in counts))
+            )
         return answers
 
 

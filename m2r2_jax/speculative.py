@@ -306,11 +306,11 @@ def _verify(
     # A round without drafts costs a plain step, not a wide one; prompt lookup lives
     # on that. Both widths are in the one program, so nothing recompiles.
     drafted = jnp.any(proposal.valid[:, rows:])
-    carry = _run_if(~drafted, functools.partial(run, rows), empty)
-    return _run_if(drafted, functools.partial(run, n), carry)
+    carry = run_if(~drafted, functools.partial(run, rows), empty)
+    return run_if(drafted, functools.partial(run, n), carry)
 
 
-def _run_if(condition: jax.Array, function: Callable, carry):
+def run_if(condition: jax.Array, function: Callable, carry):
     """`function(carry)` if the condition holds, else `carry`, without copying it.
 
     A loop of at most one turn updates its carry in place, where XLA's conditional

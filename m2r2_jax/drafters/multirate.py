@@ -7,21 +7,45 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 
 from m2r2_jax import decoding, multirate, transformer
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
-from m2r2_jax.speculative import Context, Layout, Outcome, Proposal
+from m2r2_jax.speculative import Context, Layout, Outcome, Proposal, run_if
+
+
+@struct.dataclass
+class _Draft:
+    """What a round has drafted so far.
+
+    Attributes:
+      tokens: `int32[B, n]`, the root first.
+      valid: `bool[B, n]`.
+      hidden: h[X] of the rows that were run, `[B, n, D]`.
+      carried: normalised state that seeds the next row's stream, `[B, D]`.
+      cache: early layers hold the rows that were run in their scratch slots.
+    """
+
+    tokens: jax.Array
+    valid: jax.Array
+    hidden: jax.Array
+    carried: jax.Array
+    cache: KVCache
 
 
 @dataclasses.dataclass(frozen=True)
 class MultiRateChain:
-    """Drafts `length` tokens, each from the exit of the layers below `exit_layer`.
+    """Drafts up to `length` tokens from the exit of the layers below `exit_layer`.
 
     Drafting k tokens takes k + 1 early passes, the root's included. A pass runs both
     streams of one token; its slow stream is the real one, so its keys, values and
     exit state are handed over and verification starts at the exit.
+
+    Drafting stops where every row's confidence, the probability of its draft at the
+    exit, has fallen below `min_confidence`: neither is the draft verified, nor are
+    passes spent behind it.
 
     `params["accelerators"]` holds the stream's parameters.
     """
@@ -29,6 +53,7 @@ class MultiRateChain:
     config: ModelConfig
     exit_layer: int
     length: int
+    min_confidence: float = 0.0
 
     @property
     def layout(self) -> Layout:
@@ -42,35 +67,31 @@ class MultiRateChain:
         self, params: dict, state: jax.Array, context: Context
     ) -> tuple[Proposal, jax.Array, KVCache]:
         n, B = self.layout.size, context.root.shape[0]
-        tokens_Bn = jnp.zeros((B, n), jnp.int32).at[:, 0].set(context.root)
-        hidden_BnD = jnp.zeros((B, n, self.config.width), state.dtype)
-        carry = (tokens_Bn, hidden_BnD, state, context.cache)
-
-        def draft(row, carry):
-            tokens_Bn, hidden_BnD, carried_BD, cache = carry
-            slow_BD, fast_BD, cache = self._pass(
-                params, tokens_Bn, row, carried_BD, cache
-            )
-            exit_BD = transformer.final_norm(self.config, params["model"], fast_BD)
-            logits_BV = transformer.unembed(params["model"], exit_BD)
-            position_B = context.length + row
-            drafted_B1 = decoding.choose(
-                logits_BV[:, None], context.sampling, position_B[:, None]
-            )
-            tokens_Bn = lax.dynamic_update_slice(tokens_Bn, drafted_B1, (0, row + 1))
-            hidden_BnD = hidden_BnD.at[:, row].set(slow_BD)
-            return tokens_Bn, hidden_BnD, exit_BD, cache
-
-        tokens_Bn, hidden_BnD, carried_BD, cache = lax.fori_loop(
-            0, self.length, draft, carry
+        draft = _Draft(
+            tokens=jnp.zeros((B, n), jnp.int32).at[:, 0].set(context.root),
+            valid=jnp.zeros((B, n), jnp.bool_).at[:, 0].set(True),
+            hidden=jnp.zeros((B, n, self.config.width), state.dtype),
+            carried=state,
+            cache=context.cache,
         )
+
+        def confident(turn):
+            row, draft = turn
+            return (row < self.length) & jnp.any(draft.valid[:, row])
+
+        def step(turn):
+            row, draft = turn
+            draft, fast_BD = self._pass(params, row, draft)
+            return row + 1, self._extend(params, context, row, draft, fast_BD)
+
+        _, draft = lax.while_loop(confident, step, (jnp.int32(0), draft))
         # The last draft needs its early layers too, but no draft of its own: no head.
-        slow_BD, _, cache = self._pass(
-            params, tokens_Bn, self.length, carried_BD, cache
+        draft = run_if(
+            jnp.any(draft.valid[:, self.length]),
+            lambda draft: self._pass(params, self.length, draft)[0],
+            draft,
         )
-        hidden_BnD = hidden_BnD.at[:, self.length].set(slow_BD)
-        valid_Bn = jnp.ones((B, n), jnp.bool_)
-        return Proposal(tokens_Bn, valid_Bn, hidden_BnD), state, cache
+        return Proposal(draft.tokens, draft.valid, draft.hidden), state, draft.cache
 
     def update(self, params: dict, state: jax.Array, outcome: Outcome) -> jax.Array:
         """Keeps the final state of the token before the new root."""
@@ -79,24 +100,58 @@ class MultiRateChain:
         kept_BD = jnp.take_along_axis(outcome.hidden, row_B1[..., None], axis=1)[:, 0]
         return jnp.where(outcome.count[:, None] > 0, kept_BD, state)
 
-    def _pass(self, params: dict, tokens_Bn, row, carried_BD, cache: KVCache):
-        """Both streams of one row through the early layers; writes its scratch slot."""
+    def _pass(
+        self, params: dict, row: jax.Array | int, draft: _Draft
+    ) -> tuple[_Draft, jax.Array]:
+        """Both streams of one row through the early layers; writes its scratch slot.
+
+        Returns:
+          The draft with the row's hand-over state, and p[X], `[B, D]`.
+        """
         model, accelerators = params["model"], params["accelerators"]
-        ahead = cache.advance(row)
+        ahead = draft.cache.advance(row)
         rows = transformer.cached_rows(
             self.config, ahead, np.zeros(1, np.int32), np.ones((1, 1), bool)
         )
-        token_B1 = lax.dynamic_slice_in_dim(tokens_Bn, row, 1, axis=1)
-        slow_B1D = transformer.embed(model, token_B1)
-        fast_B1D = multirate.start(accelerators, slow_B1D, carried_BD[:, None])
+        token_B1 = lax.dynamic_slice_in_dim(draft.tokens, row, 1, axis=1)
+        embedded_B1D = transformer.embed(model, token_B1)
         slow_B1D, fast_B1D, ahead = multirate.run_both(
             self.config,
             model["blocks"],
             accelerators,
-            slow_B1D,
-            fast_B1D,
+            embedded_B1D,
+            multirate.start(accelerators, embedded_B1D, draft.carried[:, None]),
             rows,
             ahead,
             self.exit_layer,
         )
-        return slow_B1D[:, 0], fast_B1D[:, 0], ahead.replace(length=cache.length)
+        hidden_BnD = lax.dynamic_update_slice(draft.hidden, slow_B1D, (0, row, 0))
+        cache = ahead.replace(length=draft.cache.length)
+        return draft.replace(hidden=hidden_BnD, cache=cache), fast_B1D[:, 0]
+
+    def _extend(
+        self,
+        params: dict,
+        context: Context,
+        row: jax.Array,
+        draft: _Draft,
+        fast_BD: jax.Array,
+    ) -> _Draft:
+        """Drafts the token after `row` from its p[X]."""
+        exit_BD = transformer.final_norm(self.config, params["model"], fast_BD)
+        logits_BV = transformer.unembed(params["model"], exit_BD)
+        drafted_B1 = decoding.choose(
+            logits_BV[:, None], context.sampling, (context.length + row)[:, None]
+        )
+        best_B1 = jnp.take_along_axis(logits_BV, drafted_B1, axis=1)
+        log_confidence_B1 = best_B1 - jax.nn.logsumexp(logits_BV, axis=1, keepdims=True)
+        confident_B1 = jnp.exp(log_confidence_B1) >= self.min_confidence
+        valid_B1 = lax.dynamic_slice_in_dim(draft.valid, row, 1, axis=1)
+        next_slot = (0, row + 1)
+        return draft.replace(
+            tokens=lax.dynamic_update_slice(draft.tokens, drafted_B1, next_slot),
+            valid=lax.dynamic_update_slice(
+                draft.valid, valid_B1 & confident_B1, next_slot
+            ),
+            carried=exit_BD,
+        )

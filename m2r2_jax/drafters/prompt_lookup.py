@@ -25,9 +25,9 @@ class PromptLookup:
       min_ngram: shortest.
     """
 
-    length: int = 8
-    max_ngram: int = 3
-    min_ngram: int = 2
+    length: int
+    max_ngram: int
+    min_ngram: int
 
     @property
     def layout(self) -> Layout:

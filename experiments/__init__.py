@@ -1,0 +1,1 @@
+"""Experiments: named, reproducible runs that print tables and write records."""

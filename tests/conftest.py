@@ -1,0 +1,138 @@
+"""Configs, tiny models and the fixtures that several test modules share."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import m2r2_jax
+from m2r2_jax import multirate, transformer
+from m2r2_jax.config import ModelConfig
+from m2r2_jax.fetch import default_model_file
+from m2r2_jax.methods import EXACT_ROWS, Method
+from m2r2_jax.model import Model
+from m2r2_jax.session import Answer, Session
+
+SMOLLM2_135M = ModelConfig(
+    name="SmolLM2-135M-Instruct",
+    vocab_size=49_152,
+    num_layers=30,
+    width=576,
+    hidden_width=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rope_theta=100_000.0,
+    norm_epsilon=1e-5,
+    tied_head=True,
+    context_length=8192,
+)
+# Its context and the nine rows of the widest layout in these tests fill the smallest
+# cache of 256 slots to the last one. A tied head would repeat the last token for ever.
+TINY = dataclasses.replace(
+    SMOLLM2_135M,
+    name="tiny",
+    vocab_size=300,
+    num_layers=4,
+    width=48,
+    hidden_width=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    context_length=247,
+    tied_head=False,
+)
+# An id that no model emits: answers then never end early, and the shape of the set of
+# ending ids, which programs depend on, is the same as with one real id.
+NEVER = frozenset({TINY.vocab_size})
+PLAIN = Method("autoregressive", rows=EXACT_ROWS)
+
+
+class StubTokenizer:
+    """Stands in for a tokenizer where no text is needed."""
+
+    eos_ids = NEVER
+
+
+def tiny_params(config: ModelConfig = TINY, *, seed: int = 2) -> dict:
+    """Random stacked parameters of `init_params`'s tree.
+
+    numpy fills it, since the initialisers compile for seconds. The spreads are chosen
+    for texts that vary, repeat themselves at times, and have no near-ties; norms are
+    not all ones.
+    """
+    rng = np.random.default_rng(seed)
+    init = functools.partial(transformer.init_params, config)
+    spreads = {"embed": 1.0, "head": 0.5}
+
+    def fill(path, leaf):
+        name = path[-1].key
+        noise = rng.normal(size=leaf.shape)
+        scaled = 1 + 0.1 * noise if "norm" in name else spreads.get(name, 0.08) * noise
+        return jnp.asarray(scaled, leaf.dtype)
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def tiny_accelerators(
+    exit_layer: int, *, scale: float, carry: float, rank: int = 3, seed: int = 0
+) -> dict:
+    """Stacked accelerators whose low-rank products are random.
+
+    Args:
+      exit_layer: X.
+      scale: of the products in the layers; 0 as initialised.
+      carry: of the carry's product.
+      rank: of every pair.
+      seed: of the values.
+    """
+    rng = np.random.default_rng(seed)
+    init = functools.partial(
+        multirate.init_accelerators, TINY, multirate.MultiRateConfig(exit_layer, rank)
+    )
+
+    def fill(path, leaf):
+        down, gain = path[-1].key == "down", carry if path[0].key == "carry" else scale
+        noise = rng.normal(size=leaf.shape) * leaf.shape[-2] ** -0.5
+        return jnp.asarray(noise * (1 if down else gain), leaf.dtype)
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def unrolled(params: dict) -> dict:
+    """The same parameters with one dict per layer."""
+    return {**params, "blocks": transformer.unroll(params["blocks"])}
+
+
+def run_one(
+    model: Model, method: Method, prompt: list[int], max_new_tokens: int, **settings
+) -> Answer:
+    """One answer of a fresh session."""
+    return Session(model, method).run([prompt], max_new_tokens, **settings)[0][0]
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Model:
+    return Model(TINY, unrolled(tiny_params()), StubTokenizer())
+
+
+@pytest.fixture(scope="session")
+def tiny_stacked_model() -> Model:
+    return Model(TINY, tiny_params(), StubTokenizer())
+
+
+@pytest.fixture(scope="session")
+def default_gguf() -> Path:
+    return default_model_file()
+
+
+@pytest.fixture(scope="session")
+def default_model(default_gguf) -> Model:
+    del default_gguf
+    return m2r2_jax.load()

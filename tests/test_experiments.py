@@ -1,0 +1,132 @@
+"""The command line and the experiment behind it."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import decoding_speed, run, suite
+from experiments.progress import Progress
+from experiments.prompts import Prompt
+from m2r2_jax import METHODS
+
+SMALL = ["--exp=mtbench", "--limit=2", "--max_new_tokens=6"]
+
+
+def test_method_names_of_the_command_line_are_the_library_s():
+    assert set(suite.METHOD_NAMES) == set(METHODS)
+
+
+def test_help_answers_in_under_a_second_and_imports_no_jax():
+    code = (
+        "import sys, experiments.run as r\n"
+        "try: r.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert time.perf_counter() - started < 1
+    assert done.returncode == 0
+    assert "mtbench" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "listed"),
+    [
+        ("--exp=nonsense", "mtbench"),
+        ("--methods=autoregressive,nonsense", "prompt_lookup"),
+        ("--limit=-1", "-1"),
+        ("--set=exact", "key=value"),
+    ],
+)
+def test_wrong_arguments_list_the_choices(capsys, argument, listed):
+    with pytest.raises(SystemExit):
+        run.parse(["--exp=mtbench", argument])
+    assert listed in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("override", ["rubbish=1", "m2r2.length=x", "exact=maybe"])
+def test_unknown_settings_are_refused(override, tmp_path):
+    with pytest.raises(ValueError, match="known are"):
+        run.main([*SMALL, f"--set={override}", f"--out={tmp_path}"])
+
+
+def test_a_run_writes_its_record(tmp_path, capsys):
+    arguments = [*SMALL, "--methods=all", "--set=exact=true", f"--out={tmp_path}"]
+    record = run.main(arguments)
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert stored == record
+    rows = {row["method"]: row for row in record["methods"]}
+    assert set(rows) == {*METHODS, "autoregressive_exact"}
+    assert record["num_prompts"] == 2
+    for name, row in rows.items():
+        if name != "autoregressive":
+            assert row["identical_to_autoregressive"], name
+        assert row["turns"] == 4
+        assert row["tokens"] > 0
+        assert row["seconds"] > 0
+        assert row["peak_memory_bytes"] > 1e8
+    assert rows["autoregressive"]["speedup"] == 1
+    assert rows["autoregressive"]["tau"] == 1
+    assert rows["m2r2"]["trainable_parameters"] > 0
+    answers = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert len(answers) == 4 * len(rows)
+    for line in answers:
+        answer = json.loads(line)
+        assert sum(answer["accepted_lengths"]) == len(answer["token_ids"])
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert "untrained" in (tmp_path / "results.md").read_text()
+    assert not (tmp_path / "progress.jsonl").exists()
+    assert "speed-up" in capsys.readouterr().out
+
+
+def test_a_killed_run_resumes_and_gives_the_same_answers(tmp_path, monkeypatch):
+    arguments = [*SMALL, "--methods=autoregressive", f"--out={tmp_path}"]
+    original = decoding_speed.Runner.run_group
+    ran = []
+
+    def dies_at_the_second(self, group, index, bar):
+        if len(ran) == 1:
+            raise KeyboardInterrupt
+        ran.append(index)
+        return original(self, group, index, bar)
+
+    monkeypatch.setattr(decoding_speed.Runner, "run_group", dies_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run.main(arguments)
+    # The line that was being written when the power went.
+    with open(tmp_path / "progress.jsonl", "a") as file:
+        file.write('{"identity": "cut of')
+
+    def counts(self, group, index, bar):
+        ran.append(index)
+        return original(self, group, index, bar)
+
+    monkeypatch.setattr(decoding_speed.Runner, "run_group", counts)
+    run.main(arguments)
+    assert ran == [0, 1]
+    answers = (tmp_path / "answers.jsonl").read_text().splitlines()
+    whole = [*SMALL, "--methods=autoregressive", f"--out={tmp_path / 'whole'}"]
+    run.main(whole)
+    expected = (tmp_path / "whole" / "answers.jsonl").read_text().splitlines()
+    without_seconds = [
+        [{**json.loads(line), "seconds": 0} for line in lines]
+        for lines in (answers, expected)
+    ]
+    assert without_seconds[0] == without_seconds[1]
+
+
+def test_progress_of_another_run_does_not_count(tmp_path):
+    path, group = tmp_path / "progress.jsonl", [Prompt("a", "", ("hi",))]
+    Progress(path, {"max_new_tokens": 8}).add(group, [])
+    assert Progress(path, {"max_new_tokens": 9}).get(group) is None
+    Progress(path, {"max_new_tokens": 8}).add(group, [])
+    assert Progress(path, {"max_new_tokens": 8}).get(group) == []
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"missing\.gguf"):
+        run.main([*SMALL, "--model=missing.gguf", f"--out={tmp_path}"])
