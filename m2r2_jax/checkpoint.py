@@ -36,6 +36,11 @@ def _stack(config: ModelConfig, *tensors) -> np.ndarray:
     return np.stack(tensors)
 
 
+def _place(array: np.ndarray, axes: tuple[str, ...]):
+    del axes
+    return jnp.asarray(array)
+
+
 Transform = Callable[..., np.ndarray]
 
 # Path in the tree -> (tensors of the file, how they become the weight). `{}` is the
@@ -128,7 +133,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 
 
 def load_gguf_params(
-    file: GGUFFile, config: ModelConfig, dtype, *, unrolled: bool, place=jnp.asarray
+    file: GGUFFile, config: ModelConfig, dtype, *, unrolled: bool, place=_place
 ) -> dict:
     """Reads the parameters tensor by tensor, so that the peak is one tensor above them.
 
@@ -147,20 +152,32 @@ def load_gguf_params(
     per_layer: list[dict] = [{} for _ in range(config.num_layers)]
     for (layer, name), names, transform in _weights(config):
         spec = specs[name] if layer is None else specs["blocks"][name]
-        weight = transform(config, *(file.read(tensor) for tensor in names))
-        if weight.shape != spec.shape:
+        weight = _transformed(file, config, names, transform)
+        if weight is None or weight.shape != spec.shape:
+            shapes = ", ".join(f"{tensor} {file.shape(tensor)}" for tensor in names)
             raise ValueError(
-                f"tensors {', '.join(names)} give shape {weight.shape}; the config "
-                f"needs {spec.shape}"
+                f"{str(file.path)!r} has tensors of shapes {shapes}; together the "
+                f"config needs {spec.shape}"
             )
         target = ends if layer is None else per_layer[layer]
         target[name] = place(weight.astype(dtype), spec.axes)
     if unrolled:
         return {**ends, "blocks": tuple(per_layer)}
     stacked = {}
-    for name in per_layer[0]:
+    for name in list(per_layer[0]):
         stacked[name] = jnp.stack([weights.pop(name) for weights in per_layer])
     return {**ends, "blocks": stacked}
+
+
+def _transformed(
+    file: GGUFFile, config: ModelConfig, names: tuple[str, ...], transform: Transform
+) -> np.ndarray | None:
+    """One weight from its tensors; None where their shapes do not go together."""
+    tensors = [file.read(name) for name in names]
+    try:
+        return transform(config, *tensors)
+    except ValueError:
+        return None
 
 
 def _weights(config: ModelConfig) -> Iterator[tuple]:

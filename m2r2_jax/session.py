@@ -159,6 +159,8 @@ class Session:
         """
         if not temperature >= 0:
             raise ValueError(f"temperature {temperature} must be 0 (greedy) or more")
+        if not -(2**31) <= seed < 2**31:
+            raise ValueError(f"seed {seed} does not fit 32 bits; choose 0..{2**31 - 1}")
         plan = self.plan(prompts, max_new_tokens)
         eos_ids = self.model.tokenizer.eos_ids if eos_ids is None else eos_ids
         started = time.perf_counter()
@@ -187,6 +189,7 @@ class Session:
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens {max_new_tokens} must not be negative")
         context = self.model.config.context_length
+        vocab_size = self.model.config.vocab_size
         for row, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(f"prompt {row} is empty; give at least one token")
@@ -194,6 +197,11 @@ class Session:
                 raise ValueError(
                     f"prompt {row} has {len(prompt)} tokens, the context holds "
                     f"{context} with at least one new token; shorten the prompt"
+                )
+            if min(prompt) < 0 or max(prompt) >= vocab_size:
+                raise ValueError(
+                    f"prompt {row} has ids from {min(prompt)} to {max(prompt)}; the "
+                    f"vocabulary has 0..{vocab_size - 1}"
                 )
 
     def _prefill(self, prompts, plan: Plan) -> tuple[KVCache, jax.Array]:
@@ -228,6 +236,8 @@ class Session:
         reference is dropped, since the cache will be donated.
         """
         cache, self._cache = self._cache, None
+        # If this run is interrupted, the next one starts from an empty cache.
+        self._cached_ids = [[] for _ in range(self.batch)]
         if cache is None:
             return _new_cache(self.model, self.batch, capacity)
         cache = grow(cache, capacity)
@@ -286,13 +296,21 @@ class Session:
 def _new_cache(model: Model, batch: int, capacity: int) -> KVCache:
     """An empty cache, born on its devices."""
     dtype = model.params["embed"].dtype
+    return _cache_maker(
+        model.config, model.mesh, batch, capacity, dtype, model.unrolled
+    )()
+
+
+@functools.cache
+def _cache_maker(config, mesh, batch: int, capacity: int, dtype, unrolled: bool):
+    """The function behind `_new_cache`; kept, or every session would compile it."""
     create = functools.partial(
-        init_cache, model.config, batch, capacity, dtype, unrolled=model.unrolled
+        init_cache, config, batch, capacity, dtype, unrolled=unrolled
     )
-    if model.mesh is None:
-        return jax.jit(create)()
-    shardings = sharding.cache_shardings(model.mesh, jax.eval_shape(create))
-    return jax.jit(create, out_shardings=shardings)()
+    if mesh is None:
+        return jax.jit(create)
+    shardings = sharding.cache_shardings(mesh, jax.eval_shape(create))
+    return jax.jit(create, out_shardings=shardings)
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -50,7 +50,13 @@ class Layout:
 
     @classmethod
     def chain(cls, length: int, start_layer: int = 0) -> Layout:
-        """The root followed by `length` drafts in a line."""
+        """The root followed by `length` drafts in a line.
+
+        Raises:
+          ValueError: fewer than one draft.
+        """
+        if length < 1:
+            raise ValueError(f"draft length {length} must be at least 1")
         return cls(tuple(range(-1, length)), start_layer)
 
     @property

@@ -1,0 +1,53 @@
+"""Every method gives the default model's own text (I4), on a few short answers.
+
+The whole check, on real prompts and full-length answers, is
+`python -m experiments.run --exp=mtbench --set exact=true`.
+"""
+
+import pytest
+
+from m2r2_jax.methods import METHODS, build_method
+from m2r2_jax.session import Session
+
+# Prompt, most tokens, temperature. The first is copied in part, the second is not.
+RUNS = [
+    ("Repeat this: The quick brown fox jumps over the lazy dog.", 48, 0.0),
+    ("Why does the moon change its shape?", 48, 0.0),
+    ("Why does the moon change its shape?", 16, 0.7),
+]
+# Without training M2R2 is never confident: here it drafts all the same.
+SETTINGS = {"m2r2": {"length": 2, "min_confidence": 0.0}, "random_draft": {"length": 3}}
+
+
+@pytest.fixture(scope="module")
+def run(default_model):
+    """Answers of one method."""
+
+    def answers(name: str):
+        settings = SETTINGS.get(name, {})
+        method = build_method(name, default_model, exact=True, **settings)
+        session, found = Session(default_model, method), []
+        for prompt, count, temperature in RUNS:
+            ids = default_model.tokenizer.encode_chat(
+                [{"role": "user", "content": prompt}]
+            )
+            (answer,), _ = session.run([ids], count, temperature=temperature)
+            found.append(answer)
+        return found
+
+    return answers
+
+
+@pytest.fixture(scope="module")
+def plain(run):
+    return run("autoregressive")
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"autoregressive"}))
+def test_i4_every_method_equals_plain_decoding(run, plain, name):
+    answers = run(name)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in plain]
+    assert [a.finish_reason for a in answers] == [a.finish_reason for a in plain]
+    assert sum(sum(answer.proposed) for answer in answers) > 0
+    if name == "prompt_lookup":
+        assert sum(answers[0].accepted) > 0
