@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, tiny_params, unrolled
+from gguf_files import tensors_of, write
 
 import m2r2_jax
 from m2r2_jax import transformer
@@ -16,67 +17,8 @@ from m2r2_jax.checkpoint import GGUFFile, config_from_gguf, load_gguf_params
 
 # Quantised rows are whole blocks of 32.
 CONFIG = dataclasses.replace(TINY, width=64, num_layers=2)
-F32, Q8_0, Q4_1 = (gguf.GGMLQuantizationType[name] for name in ("F32", "Q8_0", "Q4_1"))
+Q8_0, Q4_1 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1
 forward = jax.jit(transformer.forward, static_argnums=0)
-
-
-def permuted(rows_OD: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's rotary order, as its converter writes q and k."""
-    paired = rows_OD.reshape(heads, 2, len(rows_OD) // heads // 2, -1)
-    return paired.swapaxes(1, 2).reshape(rows_OD.shape)
-
-
-def tensors_of(config, params: dict) -> dict[str, np.ndarray]:
-    """A file's tensors from stacked parameters."""
-    K, G, D = config.num_kv_heads, config.queries_per_kv, config.width
-    tensors = {
-        "token_embd.weight": params["embed"],
-        "output_norm.weight": params["final_norm"],
-    }
-    if not config.tied_head:
-        tensors["output.weight"] = params["head"]
-    for layer in range(config.num_layers):
-        weights = {name: np.asarray(w[layer]) for name, w in params["blocks"].items()}
-        query, key, value = (
-            part.reshape(-1, D) for part in np.split(weights["qkv"], [G, G + 1], axis=1)
-        )
-        for name, tensor in {
-            "attn_norm": weights["attention_norm"],
-            "attn_q": permuted(query, K * G),
-            "attn_k": permuted(key, K),
-            "attn_v": value,
-            "attn_output": weights["out"],
-            "ffn_norm": weights["mlp_norm"],
-            "ffn_gate": weights["gate_up"][0],
-            "ffn_up": weights["gate_up"][1],
-            "ffn_down": weights["down"],
-        }.items():
-            tensors[f"blk.{layer}.{name}.weight"] = tensor
-    return {name: np.asarray(tensor) for name, tensor in tensors.items()}
-
-
-def write(path, config, tensors, *, architecture="llama", kind=F32, metadata=None):
-    """Writes a GGUF file; matrices as `kind`, vectors in f32."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.width)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.hidden_width)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.norm_epsilon)
-    for name, value in (metadata or {}).items():
-        add = writer.add_uint32 if isinstance(value, int) else writer.add_string
-        add(name, value)
-    for name, tensor in tensors.items():
-        stored = kind if tensor.ndim > 1 else F32
-        writer.add_tensor(name, gguf.quantize(tensor, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture
