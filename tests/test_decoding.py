@@ -25,7 +25,7 @@ def naive_greedy(model, prompt: list[int], count: int) -> list[int]:
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, : len(ids)] = ids
         logits = forward(model.config, model.params, tokens)
-        ids.append(int(jnp.argmax(logits[0, len(ids) - 1])))
+        ids.append(int(np.argmax(np.asarray(logits)[0, len(ids) - 1])))
     return ids[len(prompt) :]
 
 
@@ -169,10 +169,11 @@ def test_temperature_zero_is_greedy_whatever_the_seed(tiny_model, greedy):
 
 
 def sampling(temperature, seed) -> Sampling:
-    return Sampling(jnp.array(temperature, jnp.float32), jnp.array(seed, jnp.int32))
+    return Sampling(np.array(temperature, np.float32), np.array(seed, np.int32))
 
 
 choose = jax.jit(decoding.choose)
+emit = jax.jit(decoding.emit)
 
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
@@ -223,16 +224,17 @@ def emitted(tokens, counts, *, limits, done=None, eos=()):
     """State and counts after `emit` on rows that hold three tokens each."""
     batch = len(tokens)
     cache = init_cache(TINY, batch, 16, jnp.float32, unrolled=True)
-    cache = cache.replace(length=jnp.full(batch, 2))
+    history = np.full((batch, 16), -1, np.int32)
+    history[:, :3] = [90, 91, 92]
     state = DecodeState(
-        cache,
-        history=jnp.full((batch, 16), -1).at[:, :3].set(jnp.array([90, 91, 92])),
-        limit=jnp.array(limits),
-        done=jnp.array(done or [False] * batch),
-        eos=jnp.array(eos, jnp.int32),
+        cache.replace(length=np.full(batch, 2, np.int32)),
+        history,
+        limit=np.array(limits, np.int32),
+        done=np.array(done or [False] * batch),
+        eos=np.array(eos, np.int32),
         sampling=sampling([0.0] * batch, [0] * batch),
     )
-    return decoding.emit(state, jnp.array(tokens), jnp.array(counts))
+    return emit(state, np.array(tokens, np.int32), np.array(counts, np.int32))
 
 
 def check(state, counts, expected_counts, expected_done):

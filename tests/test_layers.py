@@ -1,5 +1,7 @@
 """Tests of the maths of a block against plain numpy in f64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,17 @@ import pytest
 import reference
 
 from m2r2_jax import layers
+
+attention = jax.jit(layers.attention)
+linear = jax.jit(layers.linear)
+rms_norm = jax.jit(layers.rms_norm, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def rotate(x_BRKGH, positions_BR, theta: float):
+    """Angles and rotation together, as a block uses them."""
+    angles = layers.rotary_angles(positions_BR, x_BRKGH.shape[-1], theta)
+    return layers.rotate(x_BRKGH, angles)
 
 
 def normal(seed: int, *shape: int, dtype=np.float32) -> np.ndarray:
@@ -18,7 +31,7 @@ def normal(seed: int, *shape: int, dtype=np.float32) -> np.ndarray:
 def test_linear_contracts_the_last_axis_of_an_out_in_weight(rows, out):
     x, weight = normal(0, *rows, 7), normal(1, *out, 7)
     expected = np.tensordot(np.float64(x), np.float64(weight), axes=(-1, -1))
-    result = layers.linear(jnp.asarray(x), jnp.asarray(weight))
+    result = linear(x, weight)
     assert result.shape == (*rows, *out)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
@@ -26,20 +39,18 @@ def test_linear_contracts_the_last_axis_of_an_out_in_weight(rows, out):
 def test_rms_norm_equals_numpy():
     x, scale = normal(0, 3, 4, 48) * 10, normal(1, 48)
     expected = reference.rms_norm(np.float64(x), np.float64(scale), 1e-5)
-    np.testing.assert_allclose(
-        layers.rms_norm(x, scale, 1e-5), expected, rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(rms_norm(x, scale, 1e-5), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rms_norm_of_a_zero_row_is_zero():
-    result = layers.rms_norm(jnp.zeros((1, 8)), jnp.ones(8), 1e-5)
+    result = rms_norm(jnp.zeros((1, 8)), jnp.ones(8), 1e-5)
     np.testing.assert_array_equal(result, np.zeros((1, 8)))
 
 
 def test_rms_norm_computes_in_f32_for_bf16_rows():
     x = jnp.asarray(normal(0, 64) * 100, jnp.bfloat16)
     scale = jnp.ones(64, jnp.bfloat16)
-    result = layers.rms_norm(x, scale, 1e-5)
+    result = rms_norm(x, scale, 1e-5)
     exact = reference.rms_norm(np.float64(x), np.ones(64), 1e-5)
     assert result.dtype == jnp.bfloat16
     rounded = jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16)
@@ -58,8 +69,7 @@ def test_rotary_angles_are_position_over_theta_to_the_pair():
 def test_rotate_turns_pairs_half_a_head_apart():
     x = normal(0, 1, 5, 2, 3, 16)
     positions = np.array([0, 1, 2, 50, 4000])
-    angles = layers.rotary_angles(jnp.asarray(positions)[None], 16, 1e5)
-    result = layers.rotate(jnp.asarray(x), angles)
+    result = np.asarray(rotate(x, positions[None], 1e5))
     for kv_head in range(2):
         for group in range(3):
             expected = reference.rotate(
@@ -75,11 +85,9 @@ def test_rotary_scores_depend_on_the_distance_alone():
     q, k = normal(0, 16), normal(1, 16)
 
     def score(query_position, key_position):
-        angles = layers.rotary_angles(
-            jnp.array([[query_position, key_position]]), 16, 1e4
-        )
-        rows = jnp.stack([q, k])[None, :, None, None]
-        turned = layers.rotate(rows, angles)[0, :, 0, 0]
+        positions = np.array([[query_position, key_position]])
+        rows = np.stack([q, k])[None, :, None, None]
+        turned = np.asarray(rotate(rows, positions, 1e4))[0, :, 0, 0]
         return float(turned[0] @ turned[1])
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-3)
@@ -100,8 +108,8 @@ def attention_case(batch=2, rows=3, kv_heads=2, group=2, slots=6, head=4):
 @pytest.mark.parametrize("group", [1, 3])
 def test_attention_equals_numpy_head_by_head(group):
     q, k, v, mask = attention_case(group=group)
-    result = layers.attention(*map(jnp.asarray, (q, k, v, mask)))
-    result = result.reshape(2, 3, 2, group, 4)
+    result = attention(q, k, v, mask)
+    result = np.asarray(result).reshape(2, 3, 2, group, 4)
     for b, kv_head, g in np.ndindex(2, 2, group):
         j = b * 2 + kv_head
         expected = reference.attend(
@@ -113,9 +121,9 @@ def test_attention_equals_numpy_head_by_head(group):
 def test_attention_ignores_what_masked_slots_hold():
     q, k, v, mask = attention_case()
     mask[..., -2:] = False
-    clean = layers.attention(q, k, v, mask)
+    clean = attention(q, k, v, mask)
     k[:, -2:], v[:, -2:] = 1e4, -1e4
-    np.testing.assert_array_equal(layers.attention(q, k, v, mask), clean)
+    np.testing.assert_array_equal(attention(q, k, v, mask), clean)
 
 
 def test_gated_product_is_silu_of_the_first_half_times_the_second():
@@ -130,7 +138,7 @@ def test_softmax_is_f32_for_bf16_queries():
     q = jnp.ones((1, 1, 1, 1, 4), jnp.bfloat16)
     k = jnp.ones((1, slots, 4), jnp.bfloat16)
     v = jnp.ones((1, slots, 4), jnp.bfloat16)
-    out = layers.attention(q, k, v, jnp.ones((1, 1, slots), bool))
+    out = attention(q, k, v, jnp.ones((1, 1, slots), bool))
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(out), 1.0, rtol=2**-7)
 

@@ -9,12 +9,11 @@ import pytest
 from m2r2_jax.methods import METHODS, build_method
 from m2r2_jax.session import Session
 
-# Prompt, most tokens, temperature. The first is copied in part, the second is not.
-RUNS = [
-    ("Repeat this: The quick brown fox jumps over the lazy dog.", 48, 0.0),
-    ("Why does the moon change its shape?", 48, 0.0),
-    ("Why does the moon change its shape?", 16, 0.7),
+PROMPTS = [
+    "Repeat this: The quick brown fox jumps over the lazy dog.",  # Copied in part.
+    "Why does the moon change its shape?",
 ]
+TOKENS = 32
 # Without training M2R2 is never confident: here it drafts all the same.
 SETTINGS = {"m2r2": {"length": 2, "min_confidence": 0.0}, "random_draft": {"length": 3}}
 
@@ -27,11 +26,11 @@ def run(default_model):
         settings = SETTINGS.get(name, {})
         method = build_method(name, default_model, exact=True, **settings)
         session, found = Session(default_model, method), []
-        for prompt, count, temperature in RUNS:
+        for prompt in PROMPTS:
             ids = default_model.tokenizer.encode_chat(
                 [{"role": "user", "content": prompt}]
             )
-            (answer,), _ = session.run([ids], count, temperature=temperature)
+            (answer,), _ = session.run([ids], TOKENS)
             found.append(answer)
         return found
 

@@ -476,10 +476,13 @@ def test_layouts_of_one_shape_are_one_key():
     assert Layout.chain(3) == Layout((-1, 0, 1, 2)) != Layout.chain(3, start_layer=1)
 
 
+jitted_accept = jax.jit(speculative.accept, static_argnums=0)
+
+
 def accept(layout, tokens, target, valid=None):
-    tokens = jnp.array(tokens)
-    valid = jnp.ones(tokens.shape, bool) if valid is None else jnp.array(valid, bool)
-    best, depth = speculative.accept(layout, Proposal(tokens, valid), jnp.array(target))
+    tokens = np.array(tokens)
+    valid = np.ones(tokens.shape, bool) if valid is None else np.array(valid, bool)
+    best, depth = jitted_accept(layout, Proposal(tokens, valid), np.array(target))
     return best.tolist(), depth.tolist()
 
 

@@ -24,9 +24,10 @@ def params() -> dict:
     return tiny_params()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_forward_equals_plain_numpy(tied, kv_heads):
+@pytest.mark.parametrize(
+    ("kv_heads", "tied"), [(1, True), (2, False), (2, True), (4, False)]
+)
+def test_forward_equals_plain_numpy(kv_heads, tied):
     config = dataclasses.replace(TINY, tied_head=tied, num_kv_heads=kv_heads)
     params = tiny_params(config, seed=kv_heads)
     result = forward(config, params, TOKENS)

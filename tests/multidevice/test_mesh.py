@@ -16,8 +16,8 @@ SCRIPT = Path(__file__).parent / "decode_on_mesh.py"
 CAPACITY = 256
 # Mesh, method, batch, temperature.
 DATA_CASES = [
-    "data:2 plain 4 0",
-    "data:2 prompt_lookup 2 0",
+    "data:2 plain 2 0",
+    "data:2 prompt_lookup 4 0",
     "data:2 m2r2 4 0",
     "data:2 m2r2 4 0.9",
 ]
