@@ -49,6 +49,12 @@ def _mtbench(settings: Settings) -> dict:
     return measure("mtbench", settings)
 
 
+def _write(settings: Settings) -> dict:
+    from experiments.write import run
+
+    return run(settings)
+
+
 EXPERIMENTS = {
     "mtbench": Experiment(
         "plain against draft-verify decoding on two-turn chat prompts",
@@ -56,4 +62,5 @@ EXPERIMENTS = {
         ("autoregressive", "prompt_lookup"),
         _mtbench,
     ),
+    "write": Experiment("the model writes its own training text", (), _write),
 }

@@ -133,14 +133,21 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 
 
 def load_gguf_params(
-    file: GGUFFile, config: ModelConfig, dtype, *, unrolled: bool, place=_place
+    file: GGUFFile,
+    config: ModelConfig,
+    dtype,
+    *,
+    unrolled: bool,
+    stream_dtype=None,
+    place=_place,
 ) -> dict:
     """Reads the parameters tensor by tensor, so that the peak is one tensor above them.
 
     Args:
       file: the open file.
       config: its config.
-      dtype: what the weights are cast to on the way.
+      dtype: what the blocks' matrices are cast to on the way.
+      stream_dtype: likewise all other weights; `dtype` by default.
       unrolled: whether blocks become a tuple of layers or a stack (see `transformer`).
       place: puts one host array on the device: `(array, spec_axes) -> jax.Array`.
 
@@ -160,7 +167,9 @@ def load_gguf_params(
                 f"config needs {spec.shape}"
             )
         target = ends if layer is None else per_layer[layer]
-        target[name] = place(weight.astype(dtype), spec.axes)
+        is_block_matrix = layer is not None and len(spec.shape) > 1
+        cast = dtype if is_block_matrix else stream_dtype or dtype
+        target[name] = place(weight.astype(cast), spec.axes)
     if unrolled:
         return {**ends, "blocks": tuple(per_layer)}
     stacked = {}

@@ -16,6 +16,9 @@ from jax import lax
 # Norms, softmax and rotary angles are computed in f32 whatever the weights' dtype:
 # their sums and the angles of late positions lose too many bits in bf16.
 
+# Up to so many queries a head, transposing the scores is cheaper than the keys.
+_FEW_QUERIES = 64
+
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiplies rows by a weight stored `[out..., in]`, as checkpoints store it.
@@ -33,7 +36,14 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     # same product took seven times as long.
     matrix = weight.reshape(-1, weight.shape[-1])
     rows = x.reshape(-1, x.shape[-1])
-    product = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())))
+    # Sums leave in f32 and are rounded once; for bf16 weights XLA's CPU backend has
+    # fast kernels of this kind only.
+    product = lax.dot_general(
+        rows.astype(matrix.dtype),
+        matrix,
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    ).astype(x.dtype)
     return product.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
@@ -77,9 +87,7 @@ def attention(
     B, R, K, G, H = q_BRKGH.shape
     q_JrH = q_BRKGH.swapaxes(1, 2).reshape(B * K, R * G, H)
     batch = ((0,), (0,))
-    scores_JrS = lax.dot_general(
-        q_JrH, keys_JSH, (((2,), (2,)), batch), preferred_element_type=jnp.float32
-    )
+    scores_JrS = _scores(q_JrH, keys_JSH)
     scores_BKRGS = scores_JrS.reshape(B, K, R, G, -1) * H**-0.5
     # A finite floor: a slot that is not written yet can never make a NaN.
     floor = jnp.finfo(jnp.float32).min
@@ -89,6 +97,19 @@ def attention(
         weights_JrS.astype(values_JSH.dtype), values_JSH, (((2,), (1,)), batch)
     )
     return out_JrH.reshape(B, K, R, G * H).swapaxes(1, 2).reshape(B, R, K * G * H)
+
+
+def _scores(q_JrH: jax.Array, keys_JSH: jax.Array) -> jax.Array:
+    """Products of queries and keys, f32: `[J, r, S]`."""
+    batch = ((0,), (0,))
+    few = q_JrH.shape[1] <= _FEW_QUERIES
+    left, right = (keys_JSH, q_JrH) if few else (q_JrH, keys_JSH)
+    scores = lax.dot_general(
+        left, right, (((2,), (2,)), batch), preferred_element_type=jnp.float32
+    )
+    # XLA would turn the product back to where its output needs no transpose, and with
+    # it transpose the keys: three times the time of a decoding step's scores.
+    return lax.optimization_barrier(scores).swapaxes(1, 2) if few else scores
 
 
 def gated_product(gate_up: jax.Array) -> jax.Array:
