@@ -14,6 +14,9 @@ from experiments.prompts import SUITES
 from experiments.suite import EXPERIMENTS, METHOD_NAMES, Settings
 
 
+_ALL = -1
+
+
 def parse(argv: Sequence[str] | None) -> tuple[str, Settings]:
     """Reads the command line into an experiment's name and its settings."""
     parser = argparse.ArgumentParser(
@@ -39,11 +42,18 @@ def parse(argv: Sequence[str] | None) -> tuple[str, Settings]:
         help="folder with the published suites as NAME.jsonl",
     )
     parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="label: text as .jsonl or a folder of them (default: results/write); "
+        "train: labels (default: results/label)",
+    )
+    parser.add_argument(
         "--limit",
         type=_limit,
-        default=8,
         metavar="N|all",
-        help="how many prompts, from the first on (default: 8)",
+        help="how many prompts or conversations, from the first on (default: 8 "
+        "prompts, 2048 conversations to write, all to learn from)",
     )
     parser.add_argument(
         "--max_new_tokens", type=_count, default=128, metavar="N", help="tokens a turn"
@@ -78,12 +88,17 @@ def parse(argv: Sequence[str] | None) -> tuple[str, Settings]:
         metavar="key=value",
         dest="overrides",
         type=_override,
-        help="exact=true, temperature=T, or METHOD.SETTING=N such as m2r2.length=4",
+        help="mtbench: exact=true, temperature=T, or METHOD.SETTING=N such as "
+        "m2r2.length=4; others: an option of theirs (a wrong one lists them)",
     )
     given = vars(parser.parse_args(argv))
     name = given.pop("exp")
     given["out"] = given["out"] or Path("results") / name
     given["methods"] = given["methods"] or EXPERIMENTS[name].default_methods
+    if given["limit"] is None:
+        given["limit"] = EXPERIMENTS[name].default_limit
+    elif given["limit"] == _ALL:
+        given["limit"] = None
     given["overrides"] = dict(given["overrides"])
     return name, Settings(command=_command(argv), **given)
 
@@ -115,8 +130,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _limit(text: str) -> int | None:
-    return None if text == "all" else _count(text)
+def _limit(text: str) -> int:
+    return _ALL if text == "all" else _count(text)
 
 
 def _methods(text: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ class Settings:
     command: str
     prompts: str
     data_dir: Path | None
+    data: Path | None
     limit: int | None
     max_new_tokens: int
     methods: tuple[str, ...]
@@ -34,13 +35,16 @@ class Experiment:
 
     Attributes:
       summary: one line for `--help`.
-      default_methods: what runs when `--methods` is not given.
       run: takes the settings, writes and returns the record.
+      default_methods: what runs when `--methods` is not given.
+      default_limit: how many prompts or conversations when `--limit` is not given;
+        None is all.
     """
 
     summary: str
-    default_methods: tuple[str, ...]
     run: Callable[[Settings], dict]
+    default_methods: tuple[str, ...] = ()
+    default_limit: int | None = None
 
 
 def _mtbench(settings: Settings) -> dict:
@@ -55,12 +59,27 @@ def _write(settings: Settings) -> dict:
     return run(settings)
 
 
+def _label(settings: Settings) -> dict:
+    from experiments.label import run
+
+    return run(settings)
+
+
+def _train(settings: Settings) -> dict:
+    from experiments.train import run
+
+    return run(settings)
+
+
 EXPERIMENTS = {
     "mtbench": Experiment(
         "plain against draft-verify decoding on two-turn chat prompts",
+        _mtbench,
         # Untrained accelerators only cost time: m2r2 joins when they are trained.
         ("autoregressive", "prompt_lookup"),
-        _mtbench,
+        8,
     ),
-    "write": Experiment("the model writes its own training text", (), _write),
+    "write": Experiment("the model writes its own training text", _write, (), 2048),
+    "label": Experiment("the teacher's states of a text, stored once", _label),
+    "train": Experiment("train accelerators on labelled text", _train),
 }

@@ -7,57 +7,119 @@ on with the first shard that is missing, and the text is bitwise the same.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from tqdm.auto import tqdm
 
+from experiments.models import load_for_batches
+from experiments.options import read_options
 from experiments.report import write_text
 from experiments.suite import Settings
-from m2r2_jax import load, writing
-from m2r2_jax.sharding import make_mesh
+from m2r2_jax import Model, data, writing
 from m2r2_jax.writing import Conversation, Frame, WritingConfig
 
 _STEPS_PER_CALL = 32  # How often the progress bar moves.
 
 
+@dataclasses.dataclass(frozen=True)
+class WriteOptions:
+    """Options of `--exp=write`; see `WritingConfig` for those not told here.
+
+    Attributes:
+      shard: conversations a file.
+      dataset: whether a TFDS dataset is built of the shards at the end.
+    """
+
+    shard: int = 2048
+    rows: int = 128
+    max_prompt_tokens: int = 64
+    max_answer_tokens: int = 160
+    sampled_every: int = 4
+    answer_temperature: float = 0.8
+    dataset: bool = True
+
+
 def run(settings: Settings) -> dict:
-    """Writes `--limit` conversations into `shards/` of the output folder."""
-    count, per_shard = settings.limit, 2048
-    config = WritingConfig(seed=settings.seed)
-    model = load(
-        settings.model,
-        dtype=jnp.bfloat16,
-        stream_dtype=jnp.float32,
-        mesh=make_mesh(settings.mesh) if settings.mesh != "data:1" else None,
-    )
+    """Writes conversations into `shards/` of the output folder.
+
+    Without `--data` the model writes prompts too, `--limit` of them; else it answers
+    those of a .jsonl file.
+    """
+    options = read_options(WriteOptions, settings.overrides)
+    named = dataclasses.asdict(options)
+    shard, dataset = named.pop("shard"), named.pop("dataset")
+    config = WritingConfig(seed=settings.seed, **named)
+    model = load_for_batches(settings)
     frame = writing.chat_frame(model.tokenizer)
+    prompts = _prompts(settings, model, config)
+    count = len(prompts) if settings.data else settings.limit
     folder = settings.out / "shards"
     folder.mkdir(parents=True, exist_ok=True)
+    _check_identity(settings, {"model": model.config.name, **dataclasses.asdict(config)})
     started, tokens = time.perf_counter(), 0
     bar = tqdm(total=count, unit="conversation", disable=None)
-    for first in range(0, count, per_shard):
-        size = min(per_shard, count - first)
-        path = folder / f"{first:07d}.jsonl"
+    for first in range(0, count, shard):
+        size = min(shard, count - first)
+        path = folder / f"{first:07d}-{size}.jsonl"
         if not path.is_file():
-            written = write_shard(model, frame, config, size, first, bar)
+            given = prompts[first : first + size]
+            written = write_shard(model, frame, config, size, first, given, bar)
             tokens += sum(len(c.prompt_ids) + len(c.answer_ids) for c in written)
-            write_text(path, "".join(map(_line(model.tokenizer, frame), written)))
+            rows = (data.as_row(c, model.tokenizer, frame) for c in written)
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            write_text(path, "".join(lines))
             rate = tokens / (time.perf_counter() - started)
-            print(f"{path}: {tokens} tokens in this run, {rate:.0f} tokens/s", flush=True)
+            bar.write(f"{path}: {tokens} tokens in this run, {rate:.0f} tokens/s")
         bar.update(first + size - bar.n)
     bar.close()
-    return {"experiment": "write", "tokens": tokens}
+    if dataset:
+        from m2r2_jax.dataset import build
+
+        print(f"dataset: {build(folder, settings.out / 'dataset')}")
+    return {"experiment": "write", "conversations": count, "tokens": tokens}
+
+
+def _prompts(settings: Settings, model: Model, config: WritingConfig) -> list[list[int]]:
+    """User turns to answer, those that are too long left out with a word."""
+    if settings.data is None:
+        return []
+    from experiments.prompts import load_prompts
+
+    loaded = load_prompts(str(settings.data), None, settings.limit)
+    encoded = [model.tokenizer.encode(prompt.turns[0]) for prompt in loaded]
+    kept = [ids for ids in encoded if 0 < len(ids) <= config.max_prompt_tokens]
+    if left := len(encoded) - len(kept):
+        print(f"{left} prompts have over {config.max_prompt_tokens} tokens: left out")
+    return kept
+
+
+def _check_identity(settings: Settings, identity: dict) -> None:
+    """Refuses to mix shards of different settings in one folder."""
+    identity["data"] = str(settings.data)
+    path = settings.out / "write.json"
+    if path.is_file() and (found := json.loads(path.read_text())) != identity:
+        raise ValueError(
+            f"{settings.out} holds text written with other settings ({found}, asked "
+            f"for {identity}); choose another --out, or remove it"
+        )
+    write_text(path, json.dumps(identity))
 
 
 def write_shard(
-    model, frame: Frame, config: WritingConfig, count: int, first: int, bar
+    model: Model,
+    frame: Frame,
+    config: WritingConfig,
+    count: int,
+    first: int,
+    prompts: Sequence[Sequence[int]],
+    bar,
 ) -> list[Conversation]:
     """Conversations `first` .. `first + count - 1`."""
-    state = writing.start(model, frame, config, count, first)
+    state = writing.start(model, frame, config, count, first, prompts)
     eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
     while not bool(state.done):
         state = writing.write(
@@ -74,21 +136,3 @@ def write_shard(
         bar.update(first + ended - bar.n)
         bar.set_postfix(tokens=int(state.tokens))
     return writing.collect(frame, state)
-
-
-def _line(tokenizer, frame: Frame):
-    """How a conversation is stored: text, and ids where encoding would not meet them."""
-
-    def line(conversation: Conversation) -> str:
-        row = {"finished": conversation.finished}
-        for name, ids in (
-            ("prompt", conversation.prompt_ids),
-            ("response", conversation.answer_ids),
-        ):
-            row[name] = tokenizer.decode(ids)
-            end = [frame.bridge[0]] if name == "response" and row["finished"] else []
-            if [*tokenizer.encode(row[name]), *end] != ids:
-                row[f"{name}_ids"] = ids
-        return json.dumps(row, ensure_ascii=False) + "\n"
-
-    return line

@@ -9,6 +9,8 @@ Legend of the letters in variable names, here and in every other module:
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,7 +25,8 @@ _FEW_QUERIES = 64
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiplies rows by a weight stored `[out..., in]`, as checkpoints store it.
 
-    This layout is also the fastest on CPU at the row counts of decoding.
+    This layout is also the fastest on CPU at the row counts of decoding. Operands are
+    taken in the weight's dtype, sums are f32, the result has the rows' dtype.
 
     Args:
       x: `[..., in]`.
@@ -35,16 +38,47 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     # XLA's CPU backend has fast kernels for plain matrices only: with more axes the
     # same product took seven times as long.
     matrix = weight.reshape(-1, weight.shape[-1])
-    rows = x.reshape(-1, x.shape[-1])
-    # Sums leave in f32 and are rounded once; for bf16 weights XLA's CPU backend has
-    # fast kernels of this kind only.
-    product = lax.dot_general(
-        rows.astype(matrix.dtype),
-        matrix,
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    ).astype(x.dtype)
+    product = _product(x.reshape(-1, x.shape[-1]), matrix, 1)
     return product.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """As `linear`, by a weight stored `[in, out]`."""
+    product = _product(x.reshape(-1, x.shape[-1]), weight, 0)
+    return product.reshape(*x.shape[:-1], weight.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x_Ri: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
+    return _dot(x_Ri.astype(weight.dtype), weight, 1, axis).astype(x_Ri.dtype)
+
+
+def _product_forward(x_Ri, weight, axis):
+    return _product(x_Ri, weight, axis), (x_Ri, weight)
+
+
+def _product_backward(axis, saved, grad_Ro):
+    # Left to itself, differentiation would multiply in f32 whatever the weight's dtype.
+    x_Ri, weight = saved
+    grad_Ro = grad_Ro.astype(weight.dtype)
+    grad_x = _dot(grad_Ro, weight, 1, 1 - axis).astype(x_Ri.dtype)
+    left, right = x_Ri.astype(weight.dtype), grad_Ro
+    if axis == 1:
+        left, right = right, left
+    return grad_x, _dot(left, right, 0, 0).astype(weight.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _dot(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int):
+    # Sums leave in f32; XLA's CPU backend has fast bf16 kernels of this kind only.
+    return lax.dot_general(
+        left,
+        right,
+        (((left_axis,), (right_axis,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:

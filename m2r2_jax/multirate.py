@@ -2,9 +2,13 @@
 
 Slow stream: h[0] = embed(token), h[l+1] = block_l(h[l]), the frozen model. Accelerated
 stream: p[0] = h[0] + carry, and p[l+1] = block_l(p[l]) through the same weights plus
-`(x A) B` on q, o, gate, up and down (arXiv 2502.02040; the carry and the choice of
-weights are our reading). It has queries only: keys and values are the slow stream's,
+`(x A) B` on q, o, gate, up and down (arXiv 2502.02040; the carry, the exit maps and the
+choice of weights are ours). It has queries only: keys and values are the slow stream's,
 same layer, positions up to its own, so it adds nothing to the cache.
+
+The carry is the final state of the token before: a map of it enters the stream where it
+starts and again where it ends. The model already said there what comes now, which the
+first layers alone cannot know.
 """
 
 from __future__ import annotations
@@ -18,7 +22,13 @@ from flax import linen as nn
 from m2r2_jax import layers
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
-from m2r2_jax.transformer import Rows, layer_weights, run_layers, with_fast_rows
+from m2r2_jax.transformer import (
+    Rows,
+    final_norm,
+    layer_weights,
+    run_layers,
+    with_fast_rows,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,20 +36,35 @@ class MultiRateConfig:
     """Static description of an accelerated stream.
 
     Attributes:
-      exit_layer: depth X at which the stream is read; the rate is R = L / X.
+      exit_layer: depth X at which the stream is read first; the rate is R = L / X.
       rank: rank r of every accelerator.
+      later_exits: deeper exits, rising. Behind each exit the stream is seeded anew
+        from the slow one.
     """
 
     exit_layer: int
     rank: int
+    later_exits: tuple[int, ...] = ()
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """All depths at which the stream is read."""
+        return (self.exit_layer, *self.later_exits)
+
+    @property
+    def intervals(self) -> tuple[tuple[int, int], ...]:
+        """First layer and end of each interval between exits."""
+        return tuple(zip((0, *self.exits), self.exits, strict=False))
 
     def validate(self, config: ModelConfig) -> None:
-        """Raises ValueError when the exit is not inside the model."""
-        if not 0 < self.exit_layer <= config.num_layers:
-            raise ValueError(
-                f"exit layer {self.exit_layer} is outside the model; it has "
-                f"{config.num_layers} layers, so choose 1..{config.num_layers}"
-            )
+        """Raises ValueError when an exit is not inside the model, or out of order."""
+        for lo, hi in self.intervals:
+            if not lo < hi <= config.num_layers:
+                raise ValueError(
+                    f"exit layer {hi} is outside the model or not behind the one "
+                    f"before; the model has {config.num_layers} layers, so choose "
+                    f"{lo + 1}..{config.num_layers}"
+                )
         if self.rank < 1:
             raise ValueError(f"accelerator rank {self.rank} must be at least 1")
 
@@ -64,10 +89,12 @@ class LowRank(nn.Module):
 
 
 class Accelerators(nn.Module):
-    """Parameters of the accelerated stream up to its exit; the maths is below.
+    """Parameters of the accelerated stream up to its last exit; the maths is below.
 
-    `layers` is stacked over the layers below the exit; `transformer.unroll` makes it a
-    tuple, for models whose blocks are one.
+    `layers` is stacked over the layers below the last exit; `transformer.unroll` makes
+    it a tuple, for models whose blocks are one. `exit` holds, stacked over the exits, a
+    map of the stream's own normalised state and one of the carry. `seeds` starts
+    the stream anew behind each exit but the last.
     """
 
     config: ModelConfig
@@ -84,27 +111,35 @@ class Accelerators(nn.Module):
             "up": (D, F),
             "down": (F, D),
         }
-        rank, stack = self.multirate.rank, (self.multirate.exit_layer,)
-        return {
+        rank, exits = self.multirate.rank, self.multirate.exits
+        zeros = nn.initializers.zeros
+        tree = {
             "layers": {
-                name: LowRank(*size, rank, stack, name=name)()
+                name: LowRank(*size, rank, (exits[-1],), name=name)()
                 for name, size in sizes.items()
             },
-            "carry": LowRank(D, D, rank, name="carry")(),
+            "carry": self.param("carry", zeros, (D, D)),
+            "exit": {
+                name: self.param(f"exit_{name}", zeros, (len(exits), D, D))
+                for name in ("own", "carry")
+            },
         }
+        if len(exits) > 1:
+            tree["seeds"] = LowRank(D, D, rank, (len(exits) - 1,), name="seeds")()
+        return tree
 
 
 def init_accelerators(
     config: ModelConfig, multirate: MultiRateConfig, key: jax.Array
 ) -> dict:
-    """Accelerators that change nothing yet: every `up` is zero (I1)."""
+    """Accelerators that change nothing yet: every `up` and every map is zero (I1)."""
     multirate.validate(config)
     return Accelerators(config, multirate).init_with_output(key)[0]
 
 
 def low_rank(pair: dict, x: jax.Array) -> jax.Array:
     """`(x A) B`: `[..., in] -> [..., out]`."""
-    return (x @ pair["down"]) @ pair["up"]
+    return layers.matmul(layers.matmul(x, pair["down"]), pair["up"])
 
 
 def start(
@@ -118,7 +153,41 @@ def start(
       state_BTD: normalised final hidden state of each token's predecessor; for a
         drafted predecessor its normalised p[X] stands in, in training and decoding.
     """
-    return embedded_BTD + low_rank(accelerators["carry"], state_BTD)
+    return embedded_BTD + layers.matmul(state_BTD, accelerators["carry"])
+
+
+def seed_again(accelerators: dict, slow_BTD: jax.Array, interval: int) -> jax.Array:
+    """The stream behind exit `interval` (from 1): `p = h[X] + low_rank(h[X])`."""
+    pair = layer_weights(accelerators["seeds"], interval - 1)
+    return slow_BTD + low_rank(pair, slow_BTD)
+
+
+def exit_state(
+    config: ModelConfig,
+    params: dict,
+    accelerators: dict,
+    fast_BTD: jax.Array,
+    state_BTD: jax.Array,
+    exit: int = 0,
+) -> jax.Array:
+    """The stream's guess of the normalised final state, from p[X] and the carry.
+
+    Args:
+      config: the model.
+      params: its parameters.
+      accelerators: from `init_accelerators` or training.
+      fast_BTD: p[X].
+      state_BTD: as given to `start`.
+      exit: index of X among the exits.
+
+    Returns:
+      What `unembed` and the next drafts' carry read in place of the final state.
+    """
+    own_BTD = final_norm(config, params, fast_BTD)
+    maps = layer_weights(accelerators["exit"], exit)
+    moved_BTD = layers.matmul(own_BTD, maps["own"])
+    moved_BTD += layers.matmul(state_BTD, maps["carry"])
+    return final_norm(config, params, fast_BTD + moved_BTD)
 
 
 def run_both(
@@ -147,7 +216,7 @@ def run_both(
       h[X], p[X] and the cache. h and the cache are bitwise what they would be with
       any other accelerators in the same program (I2).
     """
-    slow, project = rows.slow, _accelerated(accelerators["layers"], rows.slow)
+    slow, project = rows.slow, accelerated(accelerators["layers"], rows.slow)
     x_BRD, cache = run_layers(
         config,
         blocks,
@@ -161,7 +230,7 @@ def run_both(
     return x_BRD[:, :slow], x_BRD[:, slow:], cache
 
 
-def _accelerated(accelerators: dict | tuple[dict, ...], slow: int):
+def accelerated(accelerators: dict | tuple[dict, ...], slow: int):
     """A block's `project` that adds the low-rank term to the rows behind `slow`."""
 
     def project(layer, name: str, x_BRI: jax.Array, weight: jax.Array) -> jax.Array:

@@ -109,6 +109,11 @@ def layer_weights(layers_of_weights: dict | tuple[dict, ...], layer) -> dict:
     return jax.tree.map(lambda leaf: leaf[layer], layers_of_weights)
 
 
+def matrix_dtype(params: dict):
+    """The dtype of the blocks' matrices, which may be narrower than the stream's."""
+    return layer_weights(params["blocks"], 0)["out"].dtype
+
+
 @struct.dataclass
 class Rows:
     """Where the rows of one pass stand and what they see.

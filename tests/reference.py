@@ -103,8 +103,7 @@ def both_streams(
 ):
     """h[X] and p[X] of one sequence; both trees stacked, `state` feeds the carry."""
     slow_TD = np.float64(params["embed"])[np.asarray(tokens_T)]
-    carry = jax.tree.map(np.float64, accelerators["carry"])
-    fast_TD = slow_TD + np.float64(state_TD) @ carry["down"] @ carry["up"]
+    fast_TD = slow_TD + np.float64(state_TD) @ np.float64(accelerators["carry"])
     for index in range(exit_layer):
         weights = layer(params["blocks"], index)
         pairs = layer(accelerators["layers"], index)

@@ -138,7 +138,9 @@ class MultiRateChain:
         fast_BD: jax.Array,
     ) -> _Draft:
         """Drafts the token after `row` from its p[X]."""
-        exit_BD = transformer.final_norm(self.config, params["model"], fast_BD)
+        exit_BD = multirate.exit_state(
+            self.config, params["model"], params["accelerators"], fast_BD, draft.carried
+        )
         logits_BV = transformer.unembed(params["model"], exit_BD)
         drafted_B1 = decoding.choose(
             logits_BV[:, None], context.sampling, (context.length + row)[:, None]

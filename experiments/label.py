@@ -1,0 +1,60 @@
+"""`--exp=label`: the teacher's final states and arg-max ids of a text, stored once."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from experiments.models import load_for_batches
+from experiments.options import read_options
+from experiments.suite import Settings
+from m2r2_jax import data
+from m2r2_jax.labels import LabelStore, label_rows
+from m2r2_jax.writing import chat_frame
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelOptions:
+    """Options of `--exp=label`.
+
+    Attributes:
+      row_length: tokens a packed row.
+      batch: rows a pass.
+    """
+
+    row_length: int = 512
+    batch: int = 16
+
+
+def run(settings: Settings) -> dict:
+    """Packs the conversations at `--data` and labels them into the output folder."""
+    options = read_options(LabelOptions, settings.overrides)
+    model = load_for_batches(settings)
+    frame = chat_frame(model.tokenizer)
+    source = settings.data or Path("results/write/shards")
+    conversations = data.read_conversations(source, model.tokenizer, frame)
+    conversations = conversations[: settings.limit]
+    packed = data.pack(conversations, frame, options.row_length, settings.seed)
+    about = {
+        "model": model.config.name,
+        "conversations": len(conversations),
+        "seed": settings.seed,
+        "tokens": data.fingerprint(packed),
+    }
+    store = LabelStore.create(settings.out, packed, model.config.width, about)
+    ranking = data.rank_tokens(conversations, model.config.vocab_size)
+    np.save(settings.out / "ranking.npy", ranking)
+    trained = int(packed.trained.sum())
+    print(
+        f"{len(conversations)} conversations in {len(packed)} rows of "
+        f"{packed.tokens.shape[1]} tokens: {trained} to learn from, "
+        f"{(packed.segment >= 0).mean():.1%} of the rows filled"
+    )
+    bar = tqdm(total=len(packed), initial=store.rows_done, unit="row", disable=None)
+    for done in label_rows(model, store, options.batch):
+        bar.update(done - bar.n)
+    bar.close()
+    return {"experiment": "label", "tokens": trained, "rows": len(packed)}

@@ -1,0 +1,332 @@
+"""`--exp=train`: accelerators for a frozen model, from labelled text.
+
+A batch is a function of (seed, step), so a run that was killed goes on from its last
+checkpoint and ends with bitwise the same accelerators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from experiments.held_out import held_out_batches
+from experiments.models import load_for_batches
+from experiments.options import read_options
+from experiments.report import write_text
+from experiments.suite import Settings
+from m2r2_jax import Model, sharding, training
+from m2r2_jax.accelerators import (
+    TrainedAccelerators,
+    load_accelerators,
+    save_accelerators,
+)
+from m2r2_jax.closed_form import closed_form_start
+from m2r2_jax.labels import LabelStore
+from m2r2_jax.multirate import MultiRateConfig
+from m2r2_jax.training import Batch, TrainConfig, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """Options of `--exp=train`; see `MultiRateConfig` and `TrainConfig` too.
+
+    Attributes:
+      rate: instead of `exit_layer`: R = L / X.
+      head: ids in the draft head, the commonest; 0 is the whole vocabulary.
+      batch: packed rows a step.
+      epochs: passes over the labelled rows.
+      start: accelerators to go on from instead of the closed form.
+      evaluate_every: steps between evaluations on held-out answers.
+      checkpoint_every: steps between checkpoints.
+    """
+
+    exit_layer: int = 2
+    later_exits: tuple[int, ...] = ()
+    rate: int = 0
+    rank: int = 64
+    head: int = 8192
+    batch: int = 8
+    epochs: float = 1.0
+    start: str = ""
+    evaluate_every: int = 200
+    checkpoint_every: int = 200
+    learning_rate: float = TrainConfig.learning_rate
+    warmup: int = TrainConfig.warmup
+    draft_steps: int = TrainConfig.draft_steps
+    draft_decay: float = TrainConfig.draft_decay
+    overlap: float = TrainConfig.overlap
+    alignment: float = TrainConfig.alignment
+
+
+def run(settings: Settings) -> dict:
+    """Trains, evaluates, and writes accelerators, log and curve to the output folder."""
+    options = read_options(TrainOptions, settings.overrides)
+    store = LabelStore(settings.data or Path("results/label"))
+    model = load_for_batches(settings)
+    if store.rows_done < len(store.packed):
+        raise ValueError(
+            f"{store.folder} is labelled up to row {store.rows_done} of "
+            f"{len(store.packed)}; finish --exp=label first"
+        )
+    trainer = Trainer(model, store, options, settings)
+    return trainer.run()
+
+
+class Trainer:
+    """One training run in one folder."""
+
+    def __init__(
+        self, model: Model, store: LabelStore, options: TrainOptions, settings: Settings
+    ):
+        self.model, self.store, self.options = model, store, options
+        self.settings, self.out = settings, settings.out
+        layers = model.config.num_layers
+        exit_layer = options.exit_layer
+        if options.rate:
+            exit_layer = max(1, round(layers / options.rate))
+        self.rates = MultiRateConfig(exit_layer, options.rank, options.later_exits)
+        self.rates.validate(model.config)
+        rows = len(store.packed) if settings.limit is None else settings.limit
+        self.rows = min(rows, len(store.packed))
+        self.steps_per_epoch = max(1, self.rows // options.batch)
+        named = {
+            field.name: getattr(options, field.name)
+            for field in dataclasses.fields(TrainConfig)
+            if field.name != "steps"
+        }
+        steps = max(1, round(options.epochs * self.steps_per_epoch))
+        self.train = TrainConfig(steps, **named)
+        ranking = np.load(store.folder / "ranking.npy")
+        self.head_ids = ranking[: options.head or None]
+        self.head = training.draft_head(model.params, self.head_ids)
+        self.held_out = held_out_batches(model, self.out.parent / "held_out")
+
+    def run(self) -> dict:
+        import orbax.checkpoint as ocp
+
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._check_identity()
+        keep = ocp.CheckpointManagerOptions(max_to_keep=2)
+        with ocp.CheckpointManager(self.out.resolve() / "checkpoints", options=keep) as manager:
+            state = self._first_state()
+            if (last := manager.latest_step()) is not None:
+                restored = manager.restore(last, args=ocp.args.StandardRestore(state))
+                state = restored
+            state = self._loop(state, manager)
+        return self._finish(state)
+
+    def _check_identity(self) -> None:
+        """A folder belongs to one training: going on with another would mix them."""
+        identity = {
+            "options": dataclasses.asdict(self.options),
+            "seed": self.settings.seed,
+            "labels": self.store.meta["about"],
+            "rows": self.rows,
+        }
+        path, text = self.out / "train.json", json.dumps(identity, indent=1)
+        if path.is_file() and json.loads(path.read_text()) != json.loads(text):
+            raise ValueError(
+                f"{self.out} holds another training (see {path}); choose another --out "
+                "or remove it"
+            )
+        write_text(path, text)
+
+    def _first_state(self) -> TrainState:
+        config, key = self.model.config, jax.random.key(self.settings.seed)
+        state = training.init_state(config, self.rates, self.train, key)
+        if self.options.start:
+            found = load_accelerators(self.options.start, config)
+            if found.rates != self.rates:
+                raise ValueError(
+                    f"{self.options.start} has exits and rank {found.rates}, asked for "
+                    f"{self.rates}"
+                )
+            return state.replace(accelerators=found.params)
+        first = (self.batch(step) for step in range(min(24, self.steps_per_epoch)))
+        started = closed_form_start(
+            config, self.rates, self.model.params, state.accelerators, first
+        )
+        return state.replace(accelerators=started)
+
+    def batch(self, step: int) -> Batch:
+        """The rows of a step: every epoch has an order of its own."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        rng = np.random.default_rng([self.settings.seed, epoch])
+        size = self.options.batch
+        order = rng.permutation(self.rows)[place * size : (place + 1) * size]
+        return place_batch(self.model, self.store, np.sort(order))
+
+    def _loop(self, state: TrainState, manager) -> TrainState:
+        import orbax.checkpoint as ocp
+
+        log = Log(self.out / "log.jsonl", int(state.step))
+        total = self.train.steps
+        bar = tqdm(total=total, initial=int(state.step), unit="step", disable=None)
+        started, tokens = time.perf_counter(), 0
+        for step in range(int(state.step), total):
+            batch = self.batch(step)
+            state, metrics = training.train_step(
+                self.model.config,
+                self.rates,
+                self.train,
+                self.model.params,
+                self.head,
+                state,
+                batch,
+            )
+            metrics = {name: float(value) for name, value in metrics.items()}
+            tokens += int(batch.trained.sum())
+            rate = tokens / (time.perf_counter() - started)
+            if not np.isfinite(metrics["loss"]):
+                raise FloatingPointError(
+                    f"the loss of step {step} is {metrics['loss']}; lower learning_rate "
+                    "and start from the last checkpoint"
+                )
+            done = step + 1
+            if done % self.options.evaluate_every == 0 or done == total:
+                metrics |= self.evaluate(state)
+                bar.write(
+                    f"step {done}: loss {metrics['loss']:.3f}, {rate:.0f} tokens/s, "
+                    f"simulated tau {metrics['tau']:.3f}, acceptance by position "
+                    + " ".join(f"{a:.3f}" for a in metrics["acceptance"])
+                )
+            log.add({"step": done, "seconds": time.time(), **metrics})
+            bar.update()
+            bar.set_postfix(loss=f"{metrics['loss']:.2f}", tokens_per_s=int(rate))
+            if done % self.options.checkpoint_every == 0 or done == total:
+                manager.save(done, args=ocp.args.StandardSave(state))
+                manager.wait_until_finished()
+        bar.close()
+        return state
+
+    def evaluate(self, state: TrainState) -> dict:
+        """Acceptance by position on held-out greedy answers, and tau from it."""
+        counts = sum(
+            np.asarray(
+                training.acceptance_counts(
+                    self.model.config,
+                    self.rates,
+                    max(4, self.train.draft_steps),
+                    self.model.params,
+                    self.head,
+                    state.accelerators,
+                    batch,
+                ),
+                np.int64,
+            )
+            for batch in self.held_out
+        )
+        return summary(counts)
+
+    def _finish(self, state: TrainState) -> dict:
+        result = self.evaluate(state)
+        recipe = {
+            "command": self.settings.command,
+            "labels": self.store.meta["about"],
+            "seed": self.settings.seed,
+            "options": dataclasses.asdict(self.options),
+            "steps": int(state.step),
+            "tokens": int(self.store.packed.trained[: self.rows].sum()),
+            "held_out": result,
+        }
+        trained = TrainedAccelerators(
+            self.model.config.name,
+            self.rates,
+            state.accelerators,
+            self.head_ids,
+            recipe=recipe,
+        )
+        save_accelerators(self.out / "accelerators.safetensors", trained)
+        record = {"experiment": "train", **recipe}
+        write_text(self.out / "results.json", json.dumps(record, indent=1))
+        plot(self.out)
+        print(
+            f"simulated tau {result['tau']:.3f}; written to {self.out}/: "
+            "accelerators.safetensors, log.jsonl, results.json"
+        )
+        return record
+
+
+def summary(counts: np.ndarray) -> dict:
+    """Conditional acceptance by position, and tokens a pass if all drafts are made."""
+    reached, kept = counts[:-1], counts[1:]
+    return {
+        "acceptance": [float(k / max(r, 1)) for r, k in zip(reached, kept, strict=True)],
+        "tau": float(1 + np.sum(kept) / max(counts[0], 1)),
+    }
+
+
+def place_batch(model: Model, store: LabelStore, index: np.ndarray) -> Batch:
+    """Rows of a store on the device, or over the mesh."""
+    packed = store.packed
+    batch = Batch(
+        packed.tokens[index],
+        packed.segment[index],
+        packed.position[index],
+        packed.trained[index],
+        store.states[index],
+        store.argmax[index],
+    )
+    if model.mesh is None:
+        return jax.tree.map(jnp.asarray, batch)
+    return jax.device_put(batch, sharding.batched(model.mesh, batch))
+
+
+class Log:
+    """One JSON object a step; lines behind the step a run resumes from are dropped."""
+
+    def __init__(self, path: Path, step: int):
+        self.path = path
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]
+        write_text(path, "".join(line + "\n" for line in kept))
+
+    def add(self, row: dict) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                json.loads(line)
+            except ValueError:  # The line that was being written when the run died.
+                return
+            yield line
+
+
+def plot(folder: Path) -> None:
+    """Loss and held-out acceptance over steps, as `curve.png`, if matplotlib is here."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no curve: matplotlib is not installed")
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in _lines(folder / "log.jsonl")]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    left.plot([row["step"] for row in rows], [row["loss"] for row in rows])
+    left.set(xlabel="step", ylabel="loss", yscale="log")
+    evaluated = [row for row in rows if "acceptance" in row]
+    for position in range(len(evaluated[0]["acceptance"])):
+        right.plot(
+            [row["step"] for row in evaluated],
+            [row["acceptance"][position] for row in evaluated],
+            marker=".",
+            label=f"draft {position + 1}",
+        )
+    right.set(xlabel="step", ylabel="held-out acceptance given all before")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "curve.png", dpi=120)
+    pyplot.close(figure)
