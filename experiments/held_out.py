@@ -1,4 +1,4 @@
-"""Held-out text for training runs: the model's greedy answers to the embedded prompts."""
+"""Held-out text for trainings: the model's greedy answers to the embedded prompts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from m2r2_jax.labels import LabelStore, label_rows
 from m2r2_jax.training import Batch
 
 _ANSWER_TOKENS, _ROWS = 128, 40
+_NEVER = 10**6
 _BATCH = 4
 
 
@@ -35,15 +36,17 @@ def held_out_batches(model: Model, folder: Path) -> list[Batch]:
 
 
 def _write(model: Model) -> data.Packed:
+    frame = writing.chat_frame(model.tokenizer)
+    around = len(frame.opening) + len(frame.bridge) + _ANSWER_TOKENS
     prompts = load_prompts("embedded", None, None)
-    turns = [model.tokenizer.encode(prompt.turns[0]) for prompt in prompts]
+    encoded = [model.tokenizer.encode(prompt.turns[0]) for prompt in prompts]
+    turns = [ids[: model.config.context_length - around] for ids in encoded]
     config = writing.WritingConfig(
         rows=_ROWS,
         max_prompt_tokens=max(map(len, turns)),
         max_answer_tokens=_ANSWER_TOKENS,
-        sampled_every=10**9,  # The first alone would be sampled: it gets no number 0.
+        sampled_every=_NEVER,
     )
-    frame = writing.chat_frame(model.tokenizer)
     state = writing.start(model, frame, config, len(turns), prompts=turns)
     eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
     while not bool(state.done):
@@ -53,7 +56,7 @@ def _write(model: Model) -> data.Packed:
             frame,
             config,
             eos,
-            jnp.int32(1),
+            jnp.int32(1),  # Number 0 would be sampled, being the first of so many.
             state,
             jnp.int32(64),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def run(settings: Settings) -> dict:
     options = read_options(LabelOptions, settings.overrides)
     model = load_for_batches(settings)
     frame = chat_frame(model.tokenizer)
-    source = settings.data or Path("results/write/shards")
+    source = settings.data or _default_text()
     conversations = data.read_conversations(source, model.tokenizer, frame)
     conversations = conversations[: settings.limit]
     packed = data.pack(conversations, frame, options.row_length, settings.seed)
@@ -49,7 +50,7 @@ def run(settings: Settings) -> dict:
     np.save(settings.out / "ranking.npy", ranking)
     trained = int(packed.trained.sum())
     print(
-        f"{len(conversations)} conversations in {len(packed)} rows of "
+        f"{source}: {len(conversations)} conversations in {len(packed)} rows of "
         f"{packed.tokens.shape[1]} tokens: {trained} to learn from, "
         f"{(packed.segment >= 0).mean():.1%} of the rows filled"
     )
@@ -58,3 +59,11 @@ def run(settings: Settings) -> dict:
         bar.update(done - bar.n)
     bar.close()
     return {"experiment": "label", "tokens": trained, "rows": len(packed)}
+
+
+def _default_text() -> Path:
+    """What `--exp=write` wrote here, else the text that comes with the project."""
+    written = Path("results/write/shards")
+    if written.is_dir():
+        return written
+    return Path(str(resources.files("experiments") / "data" / "self_written.jsonl.xz"))

@@ -13,7 +13,6 @@ from pathlib import Path
 from experiments.prompts import SUITES
 from experiments.suite import EXPERIMENTS, METHOD_NAMES, Settings
 
-
 _ALL = -1
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
 from experiments.held_out import held_out_batches
@@ -22,7 +22,8 @@ from experiments.models import load_for_batches
 from experiments.options import read_options
 from experiments.report import write_text
 from experiments.suite import Settings
-from m2r2_jax import Model, sharding, training
+from experiments.train_log import Log, plot
+from m2r2_jax import Model, multirate, sharding, training
 from m2r2_jax.accelerators import (
     TrainedAccelerators,
     load_accelerators,
@@ -105,8 +106,8 @@ class Trainer:
         steps = max(1, round(options.epochs * self.steps_per_epoch))
         self.train = TrainConfig(steps, **named)
         ranking = np.load(store.folder / "ranking.npy")
-        self.head_ids = ranking[: options.head or None]
-        self.head = training.draft_head(model.params, self.head_ids)
+        self.head_ids = ranking[: options.head] if options.head else None
+        self.head = multirate.draft_head(model.params, self.head_ids)
         self.held_out = held_out_batches(model, self.out.parent / "held_out")
 
     def run(self) -> dict:
@@ -115,7 +116,9 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         self._check_identity()
         keep = ocp.CheckpointManagerOptions(max_to_keep=2)
-        with ocp.CheckpointManager(self.out.resolve() / "checkpoints", options=keep) as manager:
+        with ocp.CheckpointManager(
+            self.out.resolve() / "checkpoints", options=keep
+        ) as manager:
             state = self._first_state()
             if (last := manager.latest_step()) is not None:
                 restored = manager.restore(last, args=ocp.args.StandardRestore(state))
@@ -140,6 +143,14 @@ class Trainer:
         write_text(path, text)
 
     def _first_state(self) -> TrainState:
+        """Accelerators to begin with, on every device of the mesh."""
+        state = self._started()
+        if self.model.mesh is None:
+            return state
+        everywhere = NamedSharding(self.model.mesh, PartitionSpec())
+        return jax.device_put(state, everywhere)
+
+    def _started(self) -> TrainState:
         config, key = self.model.config, jax.random.key(self.settings.seed)
         state = training.init_state(config, self.rates, self.train, key)
         if self.options.start:
@@ -259,7 +270,9 @@ def summary(counts: np.ndarray) -> dict:
     """Conditional acceptance by position, and tokens a pass if all drafts are made."""
     reached, kept = counts[:-1], counts[1:]
     return {
-        "acceptance": [float(k / max(r, 1)) for r, k in zip(reached, kept, strict=True)],
+        "acceptance": [
+            float(k / max(r, 1)) for r, k in zip(reached, kept, strict=True)
+        ],
         "tau": float(1 + np.sum(kept) / max(counts[0], 1)),
     }
 
@@ -278,55 +291,3 @@ def place_batch(model: Model, store: LabelStore, index: np.ndarray) -> Batch:
     if model.mesh is None:
         return jax.tree.map(jnp.asarray, batch)
     return jax.device_put(batch, sharding.batched(model.mesh, batch))
-
-
-class Log:
-    """One JSON object a step; lines behind the step a run resumes from are dropped."""
-
-    def __init__(self, path: Path, step: int):
-        self.path = path
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]
-        write_text(path, "".join(line + "\n" for line in kept))
-
-    def add(self, row: dict) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def _lines(path: Path) -> Iterator[str]:
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                json.loads(line)
-            except ValueError:  # The line that was being written when the run died.
-                return
-            yield line
-
-
-def plot(folder: Path) -> None:
-    """Loss and held-out acceptance over steps, as `curve.png`, if matplotlib is here."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no curve: matplotlib is not installed")
-        return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    rows = [json.loads(line) for line in _lines(folder / "log.jsonl")]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    left.plot([row["step"] for row in rows], [row["loss"] for row in rows])
-    left.set(xlabel="step", ylabel="loss", yscale="log")
-    evaluated = [row for row in rows if "acceptance" in row]
-    for position in range(len(evaluated[0]["acceptance"])):
-        right.plot(
-            [row["step"] for row in evaluated],
-            [row["acceptance"][position] for row in evaluated],
-            marker=".",
-            label=f"draft {position + 1}",
-        )
-    right.set(xlabel="step", ylabel="held-out acceptance given all before")
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "curve.png", dpi=120)
-    pyplot.close(figure)

@@ -59,7 +59,9 @@ def run(settings: Settings) -> dict:
     count = len(prompts) if settings.data else settings.limit
     folder = settings.out / "shards"
     folder.mkdir(parents=True, exist_ok=True)
-    _check_identity(settings, {"model": model.config.name, **dataclasses.asdict(config)})
+    _check_identity(
+        settings, {"model": model.config.name, **dataclasses.asdict(config)}
+    )
     started, tokens = time.perf_counter(), 0
     bar = tqdm(total=count, unit="conversation", disable=None)
     for first in range(0, count, shard):
@@ -83,7 +85,9 @@ def run(settings: Settings) -> dict:
     return {"experiment": "write", "conversations": count, "tokens": tokens}
 
 
-def _prompts(settings: Settings, model: Model, config: WritingConfig) -> list[list[int]]:
+def _prompts(
+    settings: Settings, model: Model, config: WritingConfig
+) -> list[list[int]]:
     """User turns to answer, those that are too long left out with a word."""
     if settings.data is None:
         return []

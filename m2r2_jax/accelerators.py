@@ -38,7 +38,7 @@ class TrainedAccelerators:
       model: name of the model they belong to.
       rates: exits and rank.
       params: the tree of `multirate.init_accelerators`, f32, stacked.
-      head_ids: `int32[H]`, the ids of the reduced draft head, commonest first.
+      head_ids: `int32[H]`, the ids of the draft head, commonest first; None for all.
       settings: how to draft with them.
       recipe: command, data, seed and figures of the training.
     """
@@ -46,7 +46,7 @@ class TrainedAccelerators:
     model: str
     rates: MultiRateConfig
     params: dict
-    head_ids: np.ndarray
+    head_ids: np.ndarray | None
     settings: DraftSettings = DraftSettings()
     recipe: dict = dataclasses.field(default_factory=dict)
 
@@ -57,7 +57,8 @@ def save_accelerators(path: str | Path, trained: TrainedAccelerators) -> None:
 
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(trained.params))
     tensors = {_name(key): np.asarray(leaf, ml_dtypes.bfloat16) for key, leaf in leaves}
-    tensors["head_ids"] = np.asarray(trained.head_ids, np.int32)
+    if trained.head_ids is not None:
+        tensors["head_ids"] = np.asarray(trained.head_ids, np.int32)
     about = {
         "model": trained.model,
         "rates": json.dumps(dataclasses.asdict(trained.rates)),
@@ -86,7 +87,7 @@ def load_accelerators(path: str | Path, config: ModelConfig) -> TrainedAccelerat
             about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         rates = json.loads(about["rates"])
-        head_ids = tensors.pop("head_ids")
+        head_ids = tensors.pop("head_ids", None)
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path} is not a file of accelerators ({error!r})") from error
     rates["later_exits"] = tuple(rates["later_exits"])

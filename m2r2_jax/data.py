@@ -184,9 +184,8 @@ def rank_tokens(conversations: Sequence[Conversation], vocab_size: int) -> np.nd
 
     Equal counts keep the order of the ids, which byte-pair encoding gives by rank.
     """
-    counts = np.zeros(vocab_size, np.int64)
-    for conversation in conversations:
-        np.add.at(counts, conversation.answer_ids, 1)
+    answers = [conversation.answer_ids for conversation in conversations]
+    counts = np.bincount(np.concatenate(answers), minlength=vocab_size)
     return np.argsort(-counts, kind="stable").astype(np.int32)
 
 

@@ -17,6 +17,7 @@ from jax import lax
 from m2r2_jax import transformer
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.multirate import DraftHead
 
 PREFILL_CHUNK = 256  # Rows per prefill call at most: bounds the attention scores.
 _SMALLEST_BUCKET = 16
@@ -201,12 +202,22 @@ def score(
 
 
 def choose(
-    logits_BTV: jax.Array, sampling: Sampling, position_BT: jax.Array
+    logits_BTV: jax.Array,
+    sampling: Sampling,
+    position_BT: jax.Array,
+    head: DraftHead | None = None,
 ) -> jax.Array:
-    """Chooses the token at each position; ties go to the lowest id.
+    """Chooses the token at each position; ties go to the first in the head.
 
     Sampling is argmax(logits / temperature + Gumbel(seed, position)), an exact draw
     from the softmax; greedy is the same without noise.
+
+    Args:
+      logits_BTV: over the vocabulary, or over the ids of a draft head.
+      sampling: of each row.
+      position_BT: of the tokens that are chosen.
+      head: whose logits these are; each id gets the noise it has in the whole
+        vocabulary, so that drafts agree with what the model will choose.
     """
 
     def sampled(logits_BTV):
@@ -214,9 +225,9 @@ def choose(
             keys_T = jax.vmap(jax.random.fold_in, (None, 0))(
                 jax.random.key(seed), position_T
             )
-            noise_TV = jax.vmap(
-                lambda key: jax.random.gumbel(key, logits_TV.shape[-1:])
-            )(keys_T)
+            size = logits_TV.shape[-1] if head is None else len(head.slot)
+            noise_TV = jax.vmap(lambda key: jax.random.gumbel(key, (size,)))(keys_T)
+            noise_TV = noise_TV if head is None else noise_TV[:, head.ids]
             scale = jnp.where(temperature > 0, temperature, 1.0)
             noisy_TV = logits_TV / scale + noise_TV
             return jnp.where(temperature > 0, noisy_TV, logits_TV)
@@ -233,7 +244,7 @@ def choose(
         lambda logits: jnp.argmax(logits, axis=-1),
         logits_BTV,
     )
-    return chosen_BT.astype(jnp.int32)
+    return chosen_BT.astype(jnp.int32) if head is None else head.ids[chosen_BT]
 
 
 def emit(

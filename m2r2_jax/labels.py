@@ -80,14 +80,19 @@ class LabelStore:
             *(np.load(folder / f"{name}.npy", mmap_mode="r") for name in _PACKED)
         )
         self.states = np.memmap(
-            folder / "states.bf16", ml_dtypes.bfloat16, mode, shape=(rows, length, width)
+            folder / "states.bf16",
+            ml_dtypes.bfloat16,
+            mode,
+            shape=(rows, length, width),
         )
         self.argmax = np.memmap(
             folder / "argmax.int32", np.int32, mode, shape=(rows, length)
         )
 
     @classmethod
-    def create(cls, folder: Path, packed: Packed, width: int, about: dict) -> LabelStore:
+    def create(
+        cls, folder: Path, packed: Packed, width: int, about: dict
+    ) -> LabelStore:
         """Opens the store of these rows for writing, keeping what is labelled already.
 
         Args:
@@ -118,7 +123,7 @@ class LabelStore:
         return self.meta["rows_done"]
 
     def add(self, first: int, states: np.ndarray, argmax: np.ndarray) -> None:
-        """Stores labels of the rows from `first` on; they count once they are on disk."""
+        """Stores labels of the rows from `first` on; they count once on disk."""
         end = first + len(states)
         self.states[first:end], self.argmax[first:end] = states, argmax
         self.states.flush()

@@ -8,9 +8,16 @@ from collections.abc import Callable
 
 import jax
 
+from m2r2_jax import multirate
+from m2r2_jax.accelerators import (
+    DraftSettings,
+    TrainedAccelerators,
+    load_accelerators,
+    shipped_accelerators,
+)
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
 from m2r2_jax.model import Model
-from m2r2_jax.multirate import MultiRateConfig, init_accelerators
+from m2r2_jax.multirate import MultiRateConfig
 from m2r2_jax.speculative import Drafter
 from m2r2_jax.transformer import unroll
 
@@ -38,7 +45,9 @@ class Method:
     @property
     def trainable_parameters(self) -> int:
         """Parameters that were, or would be, trained for this method."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return sum(
+            leaf.size for leaf in jax.tree.leaves(self.params.get("accelerators", {}))
+        )
 
 
 def _autoregressive(model: Model) -> Method:
@@ -58,25 +67,41 @@ def _prompt_lookup(
 def _m2r2(
     model: Model,
     *,
+    accelerators: str = "",
+    length: int | None = None,
+    min_confidence: float | None = None,
     exit_layer: int = 2,
-    length: int = 1,
-    min_confidence: float = 0.9,
     rank: int = 32,
 ) -> Method:
-    """Drafts from the accelerated residual stream of the first layers."""
-    accelerators = init_accelerators(
-        model.config, MultiRateConfig(exit_layer, rank), jax.random.key(0)
+    """Drafts from the accelerated residual stream of the first layers.
+
+    Uses the accelerators of a file, or those that are shipped for the model, with the
+    settings stored beside them; else untrained ones of the given exit and rank.
+    """
+    path = accelerators or shipped_accelerators(model.config.name)
+    if path:
+        trained, note = load_accelerators(path, model.config), ""
+    else:
+        trained = _untrained(model, MultiRateConfig(exit_layer, rank))
+        note = "accelerators are untrained (zero): a plain early exit drafts"
+    settings = trained.settings
+    drafter = MultiRateChain(
+        model.config,
+        trained.rates.exit_layer,
+        settings.length if length is None else length,
+        settings.min_confidence if min_confidence is None else min_confidence,
     )
-    dtype = model.params["embed"].dtype
-    accelerators = jax.tree.map(lambda leaf: leaf.astype(dtype), accelerators)
+    params = multirate.like_matrices(model.params, trained.params)
     if model.unrolled:
-        accelerators["layers"] = unroll(accelerators["layers"])
-    return Method(
-        "m2r2",
-        MultiRateChain(model.config, exit_layer, length, min_confidence),
-        {"accelerators": accelerators},
-        note="accelerators are untrained (zero): a plain early exit drafts",
-    )
+        params["layers"] = unroll(params["layers"])
+    head = multirate.draft_head(model.params, trained.head_ids)
+    return Method("m2r2", drafter, {"accelerators": params, "head": head}, note=note)
+
+
+def _untrained(model: Model, rates: MultiRateConfig) -> TrainedAccelerators:
+    params = multirate.init_accelerators(model.config, rates, jax.random.key(0))
+    settings = DraftSettings(length=1, min_confidence=0.9)
+    return TrainedAccelerators(model.config.name, rates, params, None, settings)
 
 
 def _random_draft(model: Model, *, length: int = 1) -> Method:

@@ -24,7 +24,7 @@ from m2r2_jax.config import ModelConfig
 from m2r2_jax.data import PADDING
 from m2r2_jax.labels import packed_rows
 from m2r2_jax.layers import linear
-from m2r2_jax.multirate import MultiRateConfig
+from m2r2_jax.multirate import DraftHead, MultiRateConfig
 
 _TOKENS_PER_PIECE = 512
 _PARTS = ("divergence", "refused", "distance", "agreement")
@@ -105,29 +105,6 @@ class Batch:
     argmax: jax.Array
 
 
-@struct.dataclass
-class DraftHead:
-    """A head over the commonest ids only; verification always uses the whole one.
-
-    Attributes:
-      weight: `[H, D]` rows of the model's head.
-      ids: `int32[H]`, the ids they stand for.
-      slot: `int32[V]`, where each id stands in the head; -1 where it does not.
-    """
-
-    weight: jax.Array
-    ids: jax.Array
-    slot: jax.Array
-
-
-def draft_head(params: dict, ids: jax.Array) -> DraftHead:
-    """The rows of the model's head for these ids."""
-    head = params.get("head", params["embed"])
-    ids = jnp.asarray(ids, jnp.int32)
-    slot = jnp.full(len(head), -1).at[ids].set(jnp.arange(len(ids)))
-    return DraftHead(_like_matrices(params, head[ids]), ids, slot)
-
-
 def init_state(
     config: ModelConfig, rates: MultiRateConfig, train: TrainConfig, key: jax.Array
 ) -> TrainState:
@@ -157,7 +134,7 @@ def train_step(
       rates: exits and rank.
       train: loss weights and schedule.
       params: the frozen model, blocks unrolled or stacked.
-      head: from `draft_head`.
+      head: from `multirate.draft_head`.
       state: donated.
       batch: packed rows.
 
@@ -167,7 +144,7 @@ def train_step(
 
     def loss(accelerators):
         # Products run in the dtype of the model's matrices, updates in f32.
-        cast = _like_matrices(params, accelerators)
+        cast = multirate.like_matrices(params, accelerators)
         return _loss(config, rates, train, params, head, cast, batch)
 
     gradients, metrics = jax.grad(loss, has_aux=True)(state.accelerators)
@@ -197,7 +174,7 @@ def acceptance_counts(
       `int32[S + 1]`: chains that could have reached position i, of which entry i + 1
       counts those accepted there; entry 0 is all chains.
     """
-    exits = _exit_states(config, rates, draft_steps, params, accelerators, batch)[0]
+    exits = exit_states(config, rates, draft_steps, params, accelerators, batch)[0]
     alive_BT = batch.trained
     counts = [jnp.sum(alive_BT)]
     for step, state_BTD in enumerate(exits):
@@ -211,7 +188,7 @@ def acceptance_counts(
 
 def _loss(config, rates, train, params, head, accelerators, batch):
     """The weighted sum over exits and draft steps, and its parts by name."""
-    by_exit = _exit_states(config, rates, train.draft_steps, params, accelerators, batch)
+    by_exit = exit_states(config, rates, train.draft_steps, params, accelerators, batch)
     names = [
         (f"exit{exit}/draft{step + 1}", train.draft_decay**step)
         for exit, states in zip(rates.exits, by_exit, strict=True)
@@ -323,7 +300,7 @@ def _piece_losses(train, head, states_EBtD, teacher_BtD, argmax_Bt, trained_Bt):
     return losses_E, parts
 
 
-def _exit_states(config, rates, draft_steps, params, accelerators, batch):
+def exit_states(config, rates, draft_steps, params, accelerators, batch):
     """Exit states `[B, T, D]`: for each exit a list over draft steps.
 
     Only the first exit drafts: the others are read once, at draft step 1.
@@ -392,11 +369,6 @@ def previous(batch: Batch, value_BT):
     opening = jnp.take_along_axis(value_BT, index, axis=1)
     begins = begins_BT.reshape(*begins_BT.shape, *(1,) * (value_BT.ndim - 2))
     return jnp.where(begins, opening, moved)
-
-
-def _like_matrices(params: dict, tree):
-    dtype = transformer.matrix_dtype(params)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 
 def _f32(states):

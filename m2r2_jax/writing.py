@@ -3,8 +3,9 @@
 One jitted loop `state -> state` decodes many conversations side by side. A row whose
 conversation has ended stores it and takes the next one at once, without the host: the
 chat template's opening is the same for all of them and stays in the row's cache, so a
-row starts over by setting its length back. A conversation's randomness is a function
-of (seed, its index) alone.
+row starts over by setting its length back. A conversation is a function of the
+settings and its number, whatever its neighbours are; the number of rows is one of the
+settings, since sums round differently with it.
 """
 
 from __future__ import annotations
@@ -271,7 +272,12 @@ def _step(model, params, frame, config, eos_E, first, state) -> WritingState:
     length_B = state.cache.length + 1
     root_B1 = jnp.take_along_axis(state.history, length_B[:, None] - 1, axis=1)
     _, logits_B1V, cache = decoding.score(
-        model, params, state.cache, root_B1, np.zeros(1, np.int32), np.ones((1, 1), bool)
+        model,
+        params,
+        state.cache,
+        root_B1,
+        np.zeros(1, np.int32),
+        np.ones((1, 1), bool),
     )
     chosen_B = _choose(config, logits_B1V[:, 0], state, first + state.index, length_B)
     token_B, answer_start_B, is_frame_B = _next_token(

@@ -87,7 +87,7 @@ def tiny_accelerators(
     Args:
       exit_layer: X.
       scale: of the products in the layers; 0 as initialised.
-      carry: of the carry's product.
+      carry: of the maps of the carry and of the exit.
       rank: of every pair.
       seed: of the values.
     """
@@ -97,9 +97,10 @@ def tiny_accelerators(
     )
 
     def fill(path, leaf):
-        down, gain = path[-1].key == "down", carry if path[0].key == "carry" else scale
+        gain = carry if path[0].key in ("carry", "exit") else scale
+        gain = 1 if path[-1].key == "down" else gain
         noise = rng.normal(size=leaf.shape) * leaf.shape[-2] ** -0.5
-        return jnp.asarray(noise * (1 if down else gain), leaf.dtype)
+        return jnp.asarray(noise * gain, leaf.dtype)
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     return jax.tree_util.tree_map_with_path(fill, shapes)

@@ -7,7 +7,7 @@ import pytest
 import reference
 from conftest import TINY, tiny_accelerators, tiny_params, unrolled
 
-from m2r2_jax import decoding, transformer
+from m2r2_jax import decoding, multirate, transformer
 from m2r2_jax.cache import init_cache
 from m2r2_jax.decoding import Sampling
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
@@ -98,7 +98,9 @@ def m2r2_drafts(exit_layer: int, accelerators: dict, length: int):
         _, fast = reference.both_streams(
             TINY, PARAMS, accelerators, text, states, exit_layer
         )
-        state = normalise(fast[-1])
+        maps = jax.tree.map(lambda leaf: np.float64(leaf[0]), accelerators["exit"])
+        own = normalise(fast[-1]) @ maps["own"]
+        state = normalise(fast[-1] + own + states[-1] @ maps["carry"])
         weights = np.exp(np.float64(PARAMS["head"]) @ state)
         confidences.append(weights.max() / weights.sum())
         text.append(int(weights.argmax()))
@@ -119,7 +121,8 @@ def propose(drafter: MultiRateChain, accelerators: dict):
         **accelerators,
         "layers": transformer.unroll(accelerators["layers"]),
     }
-    params = {"model": params, "accelerators": accelerators}
+    head = multirate.draft_head(params)
+    params = {"model": params, "accelerators": accelerators, "head": head}
     state = drafter.init(params, hidden)
     proposal, _, after = jitted_propose(drafter, params, state, context(TEXT, cache))
     return proposal, cache, after

@@ -32,7 +32,7 @@ def test_trainable_parameters_are_those_of_the_accelerators(tiny_model):
     method = build_method("m2r2", tiny_model, exit_layer=3, rank=3)
     D, F, N = TINY.width, TINY.hidden_width, TINY.num_heads * TINY.head_dim
     per_layer = 3 * ((D + N) * 2 + (D + F) * 3)
-    assert method.trainable_parameters == 3 * per_layer + 3 * 2 * D
+    assert method.trainable_parameters == 3 * per_layer + 3 * D * D
 
 
 @pytest.mark.parametrize("storage", ["tiny_model", "tiny_stacked_model"])

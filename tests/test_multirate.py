@@ -179,7 +179,11 @@ def test_initial_accelerators_have_the_documented_shapes():
         assert pair["up"].shape == (X, r, width_out)
         assert not pair["up"].any()
         assert np.std(pair["down"]) == pytest.approx(width_in**-0.5, rel=0.15)
-    assert accelerators["carry"]["down"].shape == (D, r)
+    assert accelerators["carry"].shape == (D, D)
+    assert {m.shape for m in accelerators["exit"].values()} == {(1, D, D)}
+    assert not any(
+        m.any() for m in (accelerators["carry"], *accelerators["exit"].values())
+    )
 
 
 @pytest.mark.parametrize("exit_layer", [-1, 0, 5])

@@ -5,12 +5,21 @@ import math
 
 import numpy as np
 import pytest
-from conftest import NEVER, PLAIN, TINY, StubTokenizer, run_one, tiny_accelerators
+from conftest import (
+    NEVER,
+    PLAIN,
+    TINY,
+    StubTokenizer,
+    run_one,
+    tiny_accelerators,
+    tiny_params,
+)
 
 from m2r2_jax import decoding, session, transformer
 from m2r2_jax.drafters import MultiRateChain, PromptLookup
 from m2r2_jax.methods import EXACT_ROWS, Method
 from m2r2_jax.model import Model
+from m2r2_jax.multirate import draft_head
 from m2r2_jax.session import Session
 
 PROMPT = [5, 17, 42, 3]
@@ -20,7 +29,8 @@ NEXT_TURN = [11, 12, 13]
 def m2r2() -> Method:
     accelerators = tiny_accelerators(2, scale=0.3, carry=0.5)
     layers = transformer.unroll(accelerators["layers"])
-    params = {"accelerators": {**accelerators, "layers": layers}}
+    head = draft_head(tiny_params())
+    params = {"accelerators": {**accelerators, "layers": layers}, "head": head}
     return Method("m2r2", MultiRateChain(TINY, 2, 8, 0.3), params, rows=EXACT_ROWS)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import NEVER, PLAIN, TINY, run_one, tiny_accelerators
+from conftest import NEVER, PLAIN, TINY, run_one, tiny_accelerators, tiny_params
 from scripted_drafters import ALL, NONE, Scripted, accepted_depths, script
 
 from m2r2_jax import decoding, speculative, transformer
@@ -19,6 +19,7 @@ from m2r2_jax.compilation import CompileClock
 from m2r2_jax.decoding import Sampling
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
 from m2r2_jax.methods import EXACT_ROWS, Method
+from m2r2_jax.multirate import draft_head
 from m2r2_jax.session import Session
 from m2r2_jax.speculative import Layout, Proposal
 
@@ -56,7 +57,8 @@ def m2r2(shape: str, kind: str, unrolled: bool = True) -> Method:
     if unrolled:
         accelerators["layers"] = transformer.unroll(accelerators["layers"])
     drafter = MultiRateChain(TINY, exit_layer, length, confidence)
-    return Method("m2r2", drafter, {"accelerators": accelerators}, rows=EXACT_ROWS)
+    params = {"accelerators": accelerators, "head": draft_head(tiny_params())}
+    return Method("m2r2", drafter, params, rows=EXACT_ROWS)
 
 
 def methods() -> dict:

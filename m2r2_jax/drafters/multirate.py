@@ -13,6 +13,7 @@ from jax import lax
 from m2r2_jax import decoding, multirate, transformer
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.layers import linear
 from m2r2_jax.speculative import Context, Layout, Outcome, Proposal, run_if
 
 
@@ -47,7 +48,8 @@ class MultiRateChain:
     exit, has fallen below `min_confidence`: neither is the draft verified, nor are
     passes spent behind it.
 
-    `params["accelerators"]` holds the stream's parameters.
+    `params["accelerators"]` holds the stream's parameters, `params["head"]` the
+    `multirate.DraftHead`.
     """
 
     config: ModelConfig
@@ -141,12 +143,14 @@ class MultiRateChain:
         exit_BD = multirate.exit_state(
             self.config, params["model"], params["accelerators"], fast_BD, draft.carried
         )
-        logits_BV = transformer.unembed(params["model"], exit_BD)
+        head = params["head"]
+        logits_BH = linear(exit_BD, head.weight).astype(jnp.float32)
+        position_B1 = (context.length + row)[:, None]
         drafted_B1 = decoding.choose(
-            logits_BV[:, None], context.sampling, (context.length + row)[:, None]
+            logits_BH[:, None], context.sampling, position_B1, head
         )
-        best_B1 = jnp.take_along_axis(logits_BV, drafted_B1, axis=1)
-        log_confidence_B1 = best_B1 - jax.nn.logsumexp(logits_BV, axis=1, keepdims=True)
+        best_B1 = jnp.take_along_axis(logits_BH, head.slot[drafted_B1], axis=1)
+        log_confidence_B1 = best_B1 - jax.nn.logsumexp(logits_BH, axis=1, keepdims=True)
         confident_B1 = jnp.exp(log_confidence_B1) >= self.min_confidence
         valid_B1 = lax.dynamic_slice_in_dim(draft.valid, row, 1, axis=1)
         next_slot = (0, row + 1)

@@ -1,0 +1,120 @@
+"""Conversations on disk and in packed rows."""
+
+import json
+import lzma
+
+import numpy as np
+import pytest
+import tiny_chat
+
+from m2r2_jax import data, writing
+from m2r2_jax.data import PADDING
+from m2r2_jax.writing import Conversation
+
+MODEL = tiny_chat.chat_model()
+TOKENIZER, FRAME = MODEL.tokenizer, writing.chat_frame(MODEL.tokenizer)
+RNG = np.random.default_rng(0)
+
+
+def conversation(prompt: int, answer: int) -> Conversation:
+    ids = RNG.integers(0, 300, prompt + answer).tolist()
+    return Conversation(ids[:prompt], [*ids[prompt:-1], 257], True)
+
+
+MANY = [conversation(*RNG.integers(1, 40, 2)) for _ in range(50)]
+
+
+@pytest.mark.parametrize("name", ["text.jsonl", "text.jsonl.xz"])
+def test_conversations_come_back_exactly(name, tmp_path):
+    hello = TOKENIZER.encode("hello")
+    exact = [
+        *MANY,
+        Conversation(hello, [*hello, 257], True),
+        Conversation(hello, hello, False),
+        Conversation(hello, [], False),
+    ]
+    rows = [data.as_row(c, TOKENIZER, FRAME) for c in exact]
+    assert "response_ids" in rows[0] and "response_ids" not in rows[50]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    packed = lzma.compress(text) if name.endswith("xz") else text
+    (tmp_path / name).write_bytes(packed)
+    for path in (tmp_path, tmp_path / name):
+        assert data.read_conversations(path, TOKENIZER, FRAME) == exact
+
+
+def test_a_dataset_holds_the_same_conversations_in_order(tmp_path):
+    dataset = pytest.importorskip("m2r2_jax.dataset")
+    source = tmp_path / "shards"
+    source.mkdir()
+    for part in range(2):
+        rows = (data.as_row(c, TOKENIZER, FRAME) for c in MANY[part::2])
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (source / f"{part}.jsonl").write_text(text)
+    place = dataset.build(source, tmp_path / "dataset")
+    assert list(place.glob("*.array_record*"))
+    found = data.read_conversations(place, TOKENIZER, FRAME)
+    assert found == MANY[::2] + MANY[1::2]
+    assert dataset.build(source, tmp_path / "dataset") == place
+    (source / "1.jsonl").unlink()
+    grown = dataset.build(source, tmp_path / "dataset")
+    assert data.read_conversations(grown, TOKENIZER, FRAME) == MANY[::2]
+
+
+def test_nothing_to_read_and_wrong_rows_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no .jsonl file and no dataset"):
+        data.read_conversations(tmp_path, TOKENIZER, FRAME)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match="row 1 is not a conversation .*response"):
+        data.read_conversations(tmp_path, TOKENIZER, FRAME)
+
+
+def test_packing_keeps_every_conversation_whole_and_once():
+    packed = data.pack(MANY, FRAME, 128, seed=3)
+    opening = len(FRAME.opening)
+    found = []
+    for tokens, segment, position, trained in zip(
+        packed.tokens, packed.segment, packed.position, packed.trained, strict=True
+    ):
+        assert tokens[:opening].tolist() == list(FRAME.opening)
+        assert not segment[:opening].any() and not trained[:opening].any()
+        for number in range(1, segment.max() + 1):
+            here = np.flatnonzero(segment == number)
+            assert (np.diff(here) == 1).all()
+            assert position[here].tolist() == [*range(opening, opening + len(here))]
+            found.append((tokens[here].tolist(), trained[here].tolist()))
+        assert not trained[segment == PADDING].any()
+    expected = []
+    for c in MANY:
+        ids = [*c.prompt_ids, *FRAME.bridge, *c.answer_ids]
+        # Behind which tokens the next is the conversation's own, and not the template's.
+        own = [True] * len(c.prompt_ids) + [False] * len(FRAME.bridge)
+        own += [True] * len(c.answer_ids)
+        expected.append((ids, [*own[1:], False]))
+    assert sorted(found) == sorted(expected)
+    filled = (packed.segment != PADDING).mean()
+    assert filled > 0.9
+
+
+def test_packing_is_a_function_of_the_seed():
+    one, same, other = (data.pack(MANY, FRAME, 128, seed) for seed in (3, 3, 4))
+    assert data.fingerprint(one) == data.fingerprint(same) != data.fingerprint(other)
+
+
+def test_long_conversations_are_cut_and_empty_ones_left_out():
+    long = conversation(20, 300)
+    packed = data.pack([long, Conversation([], [1], True)], FRAME, 128, 0)
+    assert len(packed) == 1
+    room = 128 - len(FRAME.opening)
+    ids = [*long.prompt_ids, *FRAME.bridge, *long.answer_ids][:room]
+    assert packed.tokens[0, -room:].tolist() == ids
+    assert not packed.trained[0, -1]
+    with pytest.raises(ValueError, match="rows of 16 tokens have no room"):
+        data.pack(MANY, FRAME, 16, 0)
+
+
+def test_ranking_counts_the_answers():
+    ranking = data.rank_tokens(MANY, 300)
+    counts = np.bincount(np.concatenate([c.answer_ids for c in MANY]), minlength=300)
+    assert ranking[0] == 257
+    assert sorted(ranking) == list(range(300))
+    assert (np.diff(counts[ranking]) <= 0).all()
