@@ -73,7 +73,7 @@ def _identity(settings: Settings, model: Model) -> dict:
 
 
 def _overrides(settings: Settings) -> tuple[bool, float, dict[str, dict]]:
-    """Reads `--set`: exact, temperature, and METHOD.SETTING=N."""
+    """Reads `--set`: exact, temperature, METHOD.SETTING=N, m2r2.accelerators=FILE."""
     exact, temperature, by_method = False, 0.0, {}
     for key, value in settings.overrides.items():
         method, dot, name = key.partition(".")
@@ -84,9 +84,12 @@ def _overrides(settings: Settings) -> tuple[bool, float, dict[str, dict]]:
             temperature = float(number)
         elif dot and method in settings.methods and number is not None:
             by_method.setdefault(method, {})[name] = number
+        elif key == "m2r2.accelerators":
+            by_method.setdefault(method, {})[name] = value
         else:
             raise ValueError(
-                f"--set {key}={value}: known are exact=true|false, temperature=T and "
+                f"--set {key}={value}: known are exact=true|false, temperature=T, "
+                "m2r2.accelerators=FILE and "
                 f"METHOD.SETTING=N with METHOD one of {', '.join(settings.methods)}"
             )
     return exact, temperature, by_method

@@ -8,7 +8,13 @@ from pathlib import Path
 
 # Known here so that a wrong name is refused before anything heavy is imported; a test
 # holds them against the library's own list.
-METHOD_NAMES = ("autoregressive", "prompt_lookup", "m2r2", "random_draft")
+METHOD_NAMES = (
+    "autoregressive",
+    "prompt_lookup",
+    "m2r2",
+    "early_exit",
+    "random_draft",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ class TrainOptions:
 
 
 def run(settings: Settings) -> dict:
-    """Trains, evaluates, and writes accelerators, log and curve to the output folder."""
+    """Trains, evaluates, writes accelerators, log and curve to the output folder."""
     options = read_options(TrainOptions, settings.overrides)
     store = LabelStore(settings.data or Path("results/label"))
     model = load_for_batches(settings)
@@ -198,8 +198,8 @@ class Trainer:
             rate = tokens / (time.perf_counter() - started)
             if not np.isfinite(metrics["loss"]):
                 raise FloatingPointError(
-                    f"the loss of step {step} is {metrics['loss']}; lower learning_rate "
-                    "and start from the last checkpoint"
+                    f"the loss of step {step} is {metrics['loss']}; lower "
+                    "learning_rate and start from the last checkpoint"
                 )
             done = step + 1
             if done % self.options.evaluate_every == 0 or done == total:

@@ -10,7 +10,6 @@ import jax
 
 from m2r2_jax import multirate
 from m2r2_jax.accelerators import (
-    DraftSettings,
     TrainedAccelerators,
     load_accelerators,
     shipped_accelerators,
@@ -34,6 +33,7 @@ class Method:
       params: what the drafter reads beside the model's parameters.
       rows: rows of a pass without drafts: 1, or `EXACT_ROWS`.
       note: what a reader of its numbers has to know, such as missing training.
+      trainable_parameters: parameters that were trained for this method.
     """
 
     name: str
@@ -41,13 +41,7 @@ class Method:
     params: dict = dataclasses.field(default_factory=dict)
     rows: int = 1
     note: str = ""
-
-    @property
-    def trainable_parameters(self) -> int:
-        """Parameters that were, or would be, trained for this method."""
-        return sum(
-            leaf.size for leaf in jax.tree.leaves(self.params.get("accelerators", {}))
-        )
+    trainable_parameters: int = 0
 
 
 def _autoregressive(model: Model) -> Method:
@@ -70,20 +64,20 @@ def _m2r2(
     accelerators: str = "",
     length: int | None = None,
     min_confidence: float | None = None,
-    exit_layer: int = 2,
-    rank: int = 32,
 ) -> Method:
     """Drafts from the accelerated residual stream of the first layers.
 
     Uses the accelerators of a file, or those that are shipped for the model, with the
-    settings stored beside them; else untrained ones of the given exit and rank.
+    settings stored beside them. Without any, a plain early exit drafts.
     """
     path = accelerators or shipped_accelerators(model.config.name)
-    if path:
-        trained, note = load_accelerators(path, model.config), ""
-    else:
-        trained = _untrained(model, MultiRateConfig(exit_layer, rank))
-        note = "accelerators are untrained (zero): a plain early exit drafts"
+    if not path:
+        given = {"length": length, "min_confidence": min_confidence}
+        given = {name: value for name, value in given.items() if value is not None}
+        method = _early_exit(model, **given)
+        note = f"no accelerators are trained for {model.config.name}: {method.note}"
+        return dataclasses.replace(method, name="m2r2", note=note)
+    trained = load_accelerators(path, model.config)
     settings = trained.settings
     drafter = MultiRateChain(
         model.config,
@@ -91,17 +85,34 @@ def _m2r2(
         settings.length if length is None else length,
         settings.min_confidence if min_confidence is None else min_confidence,
     )
+    size = sum(leaf.size for leaf in jax.tree.leaves(trained.params))
+    params = _stream_params(model, trained)
+    return Method("m2r2", drafter, params, trainable_parameters=size)
+
+
+def _early_exit(
+    model: Model, *, exit_layer: int = 2, length: int = 1, min_confidence: float = 0.9
+) -> Method:
+    """Drafts from the same layers untrained: what the accelerators have to beat."""
+    rates = MultiRateConfig(exit_layer, rank=1)
+    params = multirate.init_accelerators(model.config, rates, jax.random.key(0))
+    untrained = TrainedAccelerators(model.config.name, rates, params, None)
+    drafter = MultiRateChain(model.config, exit_layer, length, min_confidence)
+    return Method(
+        "early_exit",
+        drafter,
+        _stream_params(model, untrained),
+        note="an untrained exit drafts",
+    )
+
+
+def _stream_params(model: Model, trained: TrainedAccelerators) -> dict:
+    """What the drafter reads, stored as the model is."""
     params = multirate.like_matrices(model.params, trained.params)
     if model.unrolled:
         params["layers"] = unroll(params["layers"])
     head = multirate.draft_head(model.params, trained.head_ids)
-    return Method("m2r2", drafter, {"accelerators": params, "head": head}, note=note)
-
-
-def _untrained(model: Model, rates: MultiRateConfig) -> TrainedAccelerators:
-    params = multirate.init_accelerators(model.config, rates, jax.random.key(0))
-    settings = DraftSettings(length=1, min_confidence=0.9)
-    return TrainedAccelerators(model.config.name, rates, params, None, settings)
+    return {"accelerators": params, "head": head}
 
 
 def _random_draft(model: Model, *, length: int = 1) -> Method:
@@ -113,12 +124,13 @@ METHODS: dict[str, Callable[..., Method]] = {
     "autoregressive": _autoregressive,
     "prompt_lookup": _prompt_lookup,
     "m2r2": _m2r2,
+    "early_exit": _early_exit,
     "random_draft": _random_draft,
 }
 
 
 def build_method(
-    name: str, model: Model, *, exact: bool = False, **settings: float
+    name: str, model: Model, *, exact: bool = False, **settings: float | str
 ) -> Method:
     """Builds a decoding method.
 

@@ -53,6 +53,10 @@ def test_a_reduced_head_drafts_only_its_ids_and_loses_nothing(
     method = build_method("m2r2", tiny_model, exact=True, accelerators=str(path))
     assert method.drafter.length == 4 and method.note == ""
     assert method.rows == EXACT_ROWS
+    # q, o, then gate, up and down of two layers at rank 3, and three square maps.
+    D, F, N = TINY.width, TINY.hidden_width, TINY.num_heads * TINY.head_dim
+    layers = 2 * 3 * ((D + N) * 2 + (D + F) * 3)
+    assert method.trainable_parameters == layers + 3 * D * D
     settings = {"temperature": temperature, "seed": 3}
     answer = run_one(tiny_model, method, [5, 17, 42], 120, **settings)
     plain = run_one(tiny_model, PLAIN, [5, 17, 42], 120, **settings)

@@ -86,7 +86,7 @@ def test_packing_keeps_every_conversation_whole_and_once():
     expected = []
     for c in MANY:
         ids = [*c.prompt_ids, *FRAME.bridge, *c.answer_ids]
-        # Behind which tokens the next is the conversation's own, and not the template's.
+        # Behind which tokens the next is the conversation's, not the template's.
         own = [True] * len(c.prompt_ids) + [False] * len(FRAME.bridge)
         own += [True] * len(c.answer_ids)
         expected.append((ids, [*own[1:], False]))

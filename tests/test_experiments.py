@@ -71,7 +71,7 @@ def test_a_run_writes_its_record(tmp_path, capsys):
         assert row["peak_memory_bytes"] > 1e8
     assert rows["autoregressive"]["speedup"] == 1
     assert rows["autoregressive"]["tau"] == 1
-    assert rows["m2r2"]["trainable_parameters"] > 0
+    assert rows["early_exit"]["trainable_parameters"] == 0
     answers = (tmp_path / "answers.jsonl").read_text().splitlines()
     assert len(answers) == 4 * len(rows)
     for line in answers:

@@ -80,7 +80,7 @@ def test_seed_decides_a_sampled_text(default_model):
         (
             "Hi",
             {"method": "medusa2"},
-            "choose from autoregressive, m2r2, prompt_lookup",
+            "choose from autoregressive, early_exit, m2r2",
         ),
         ("Hi", {"max_new_tokens": -1}, "max_new_tokens -1"),
         ("Hi", {"temperature": -1.0}, "temperature -1.0"),

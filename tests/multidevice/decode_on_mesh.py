@@ -19,7 +19,7 @@ from m2r2_jax.transformer import weight_specs
 PROMPTS = [[5, 17, 42, 3], [1, 1, 1], [*range(100, 117)], [9, 8, 7, 6, 9, 8, 7]]
 SETTINGS = {
     "prompt_lookup": {"max_ngram": 3, "min_ngram": 2},
-    "m2r2": {"exit_layer": 1, "length": 4, "rank": 3, "min_confidence": 0.3},
+    "early_exit": {"exit_layer": 1, "length": 4, "min_confidence": 0.3},
 }
 
 

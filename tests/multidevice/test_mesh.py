@@ -18,10 +18,10 @@ CAPACITY = 256
 DATA_CASES = [
     "data:2 plain 2 0",
     "data:2 prompt_lookup 4 0",
-    "data:2 m2r2 4 0",
-    "data:2 m2r2 4 0.9",
+    "data:2 early_exit 4 0",
+    "data:2 early_exit 4 0.9",
 ]
-MODEL_CASES = ["data:1,model:2 m2r2 2 0"]
+MODEL_CASES = ["data:1,model:2 early_exit 2 0"]
 
 
 @pytest.fixture(scope="module")
