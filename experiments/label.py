@@ -27,7 +27,7 @@ class LabelOptions:
     """
 
     row_length: int = 512
-    batch: int = 16
+    batch: int = 2
 
 
 def run(settings: Settings) -> dict:

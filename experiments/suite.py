@@ -77,6 +77,12 @@ def _train(settings: Settings) -> dict:
     return run(settings)
 
 
+def _sweep(settings: Settings) -> dict:
+    from experiments.sweep import run
+
+    return run(settings)
+
+
 EXPERIMENTS = {
     "mtbench": Experiment(
         "plain against draft-verify decoding on two-turn chat prompts",
@@ -88,4 +94,5 @@ EXPERIMENTS = {
     "write": Experiment("the model writes its own training text", _write, (), 2048),
     "label": Experiment("the teacher's states of a text, stored once", _label),
     "train": Experiment("train accelerators on labelled text", _train),
+    "sweep": Experiment("exit depth, rank and head size, in one table", _sweep),
 }

@@ -54,7 +54,7 @@ class TrainOptions:
     rate: int = 0
     rank: int = 64
     head: int = 8192
-    batch: int = 8
+    batch: int = 4
     epochs: float = 1.0
     start: str = ""
     evaluate_every: int = 200
@@ -72,13 +72,7 @@ def run(settings: Settings) -> dict:
     options = read_options(TrainOptions, settings.overrides)
     store = LabelStore(settings.data or Path("results/label"))
     model = load_for_batches(settings)
-    if store.rows_done < len(store.packed):
-        raise ValueError(
-            f"{store.folder} is labelled up to row {store.rows_done} of "
-            f"{len(store.packed)}; finish --exp=label first"
-        )
-    trainer = Trainer(model, store, options, settings)
-    return trainer.run()
+    return Trainer(model, store, options, settings).run()
 
 
 class Trainer:
@@ -96,7 +90,12 @@ class Trainer:
         self.rates = MultiRateConfig(exit_layer, options.rank, options.later_exits)
         self.rates.validate(model.config)
         rows = len(store.packed) if settings.limit is None else settings.limit
-        self.rows = min(rows, len(store.packed))
+        if rows > store.rows_done:
+            raise ValueError(
+                f"{store.folder} has labels of {store.rows_done} rows out of "
+                f"{len(store.packed)}; finish --exp=label, or pass a --limit"
+            )
+        self.rows = rows
         self.steps_per_epoch = max(1, self.rows // options.batch)
         named = {
             field.name: getattr(options, field.name)

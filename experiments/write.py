@@ -11,6 +11,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
 from tqdm.auto import tqdm
@@ -30,10 +31,12 @@ class WriteOptions:
     """Options of `--exp=write`; see `WritingConfig` for those not told here.
 
     Attributes:
+      first: number of the first conversation, to go on behind text written before.
       shard: conversations a file.
       dataset: whether a TFDS dataset is built of the shards at the end.
     """
 
+    first: int = 0
     shard: int = 2048
     rows: int = 128
     max_prompt_tokens: int = 64
@@ -51,7 +54,7 @@ def run(settings: Settings) -> dict:
     """
     options = read_options(WriteOptions, settings.overrides)
     named = dataclasses.asdict(options)
-    shard, dataset = named.pop("shard"), named.pop("dataset")
+    start, shard, dataset = map(named.pop, ("first", "shard", "dataset"))
     config = WritingConfig(seed=settings.seed, **named)
     model = load_for_batches(settings)
     frame = writing.chat_frame(model.tokenizer)
@@ -64,25 +67,34 @@ def run(settings: Settings) -> dict:
     )
     started, tokens = time.perf_counter(), 0
     bar = tqdm(total=count, unit="conversation", disable=None)
-    for first in range(0, count, shard):
-        size = min(shard, count - first)
+    for done in range(0, count, shard):
+        first, size = start + done, min(shard, count - done)
         path = folder / f"{first:07d}-{size}.jsonl"
-        if not path.is_file():
-            given = prompts[first : first + size]
-            written = write_shard(model, frame, config, size, first, given, bar)
-            tokens += sum(len(c.prompt_ids) + len(c.answer_ids) for c in written)
-            rows = (data.as_row(c, model.tokenizer, frame) for c in written)
-            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            write_text(path, "".join(lines))
-            rate = tokens / (time.perf_counter() - started)
-            bar.write(f"{path}: {tokens} tokens in this run, {rate:.0f} tokens/s")
-        bar.update(first + size - bar.n)
+        if path.is_file():
+            bar.update(size)
+            continue
+        given = prompts[done : done + size]
+        written = write_shard(model, frame, config, size, first, given, bar)
+        tokens += sum(len(c.prompt_ids) + len(c.answer_ids) for c in written)
+        _store(path, [data.as_row(c, model.tokenizer, frame) for c in written])
+        rate = tokens / (time.perf_counter() - started)
+        bar.write(f"{path}: {tokens} tokens in this run, {rate:.0f} tokens/s")
     bar.close()
     if dataset:
         from m2r2_jax.dataset import build
 
         print(f"dataset: {build(folder, settings.out / 'dataset')}")
     return {"experiment": "write", "conversations": count, "tokens": tokens}
+
+
+def _store(path: Path, rows: list[dict]) -> None:
+    """Writes a shard; one that began likewise and was shorter gives way to it."""
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_text(path, "".join(lines))
+    number = path.name.partition("-")[0]
+    for other in path.parent.glob(f"{number}-*.jsonl"):
+        if other != path:
+            other.unlink()
 
 
 def _prompts(
@@ -125,6 +137,7 @@ def write_shard(
     """Conversations `first` .. `first + count - 1`."""
     state = writing.start(model, frame, config, count, first, prompts)
     eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
+    shown = 0
     while not bool(state.done):
         state = writing.write(
             model.config,
@@ -137,6 +150,7 @@ def write_shard(
             jnp.int32(_STEPS_PER_CALL),
         )
         ended = int(state.next_index) - int(jnp.sum(state.index < count))
-        bar.update(first + ended - bar.n)
+        bar.update(ended - shown)
+        shown = ended
         bar.set_postfix(tokens=int(state.tokens))
     return writing.collect(frame, state)

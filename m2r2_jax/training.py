@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from flax import struct
 from jax import lax
 
@@ -36,7 +37,7 @@ class TrainConfig:
 
     Attributes:
       steps: optimizer steps in all; the learning rate falls over the last fifth.
-      learning_rate: of Adam, after the warm-up.
+      learning_rate: of Muon, after the warm-up; in the same measure as Adam's.
       warmup: steps over which it rises.
       draft_steps: how far the stream is unrolled on its own drafts (S).
       draft_decay: weight of each draft step's loss relative to the one before.
@@ -45,8 +46,8 @@ class TrainConfig:
     """
 
     steps: int
-    learning_rate: float = 2e-3
-    warmup: int = 50
+    learning_rate: float = 4e-3
+    warmup: int = 20
     draft_steps: int = 3
     draft_decay: float = 0.8
     overlap: float = 1.0
@@ -60,7 +61,7 @@ class TrainConfig:
             )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam under a warm-up, a plateau and a linear decay."""
+        """Muon under a warm-up, a plateau and a linear decay."""
         decay = max(1, self.steps // 5)
         schedule = optax.join_schedules(
             [
@@ -71,8 +72,22 @@ class TrainConfig:
             [self.warmup, self.steps - decay],
         )
         return optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adam(schedule, b1=0.9, b2=0.98)
+            optax.clip_by_global_norm(1.0),
+            optax.contrib.muon(
+                schedule,
+                muon_weight_dimension_numbers=_matrices,
+                # Steps as large as Adam's, whatever a matrix's shape.
+                consistent_rms=0.2,
+            ),
         )
+
+
+def _matrices(params: dict):
+    """Every parameter is a matrix, or a stack of them, `[..., in, out]`."""
+    return jax.tree.map(
+        lambda leaf: optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1),
+        params,
+    )
 
 
 @struct.dataclass

@@ -126,6 +126,31 @@ def test_folders_of_another_run_are_not_mixed_in(gguf, undisturbed):
         run.main([*by_name["train"], "--set=epochs=4"])
 
 
+def test_writing_goes_on_behind_what_was_written(gguf, undisturbed, tmp_path):
+    arguments = stages(gguf, tmp_path)["write"]
+    run.main([*arguments, "--limit=4", "--set=first=76"])
+    shards = sorted((undisturbed / "write" / "shards").glob("*.jsonl"))
+    last = shards[-1].read_text().splitlines()[4:]
+    (found,) = (tmp_path / "write" / "shards").glob("*.jsonl")
+    assert found.name == "0000076-4.jsonl"
+    assert found.read_text().splitlines() == last
+    run.main([*arguments, "--limit=6", "--set=first=76"])
+    (found,) = (tmp_path / "write" / "shards").glob("*.jsonl")
+    assert found.name == "0000076-6.jsonl"
+
+
+def test_prompts_of_a_file_are_answered(gguf, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ["hello", "what is it", "x" * 50]
+    lines = [json.dumps({"id": str(i), "prompt": text}) for i, text in enumerate(texts)]
+    prompts.write_text("\n".join(lines))
+    arguments = stages(gguf, tmp_path)["write"]
+    run.main([*arguments, f"--data={prompts}"])
+    (found,) = (tmp_path / "write" / "shards").glob("*.jsonl")
+    rows = [json.loads(line) for line in found.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == texts[:2]
+
+
 def test_a_training_leaves_its_recipe_log_and_curve(undisturbed):
     folder = undisturbed / "train"
     record = json.loads((folder / "results.json").read_text())
