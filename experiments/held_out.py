@@ -10,7 +10,7 @@ import numpy as np
 from experiments.prompts import load_prompts
 from m2r2_jax import Model, data, writing
 from m2r2_jax.labels import LabelStore, label_rows
-from m2r2_jax.training import Batch
+from m2r2_jax.losses import Batch
 
 _ANSWER_TOKENS, _ROWS = 128, 40
 _NEVER = 10**6

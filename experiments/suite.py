@@ -77,6 +77,12 @@ def _train(settings: Settings) -> dict:
     return run(settings)
 
 
+def _choose(settings: Settings) -> dict:
+    from experiments.choose import run
+
+    return run(settings)
+
+
 def _sweep(settings: Settings) -> dict:
     from experiments.sweep import run
 
@@ -94,5 +100,8 @@ EXPERIMENTS = {
     "write": Experiment("the model writes its own training text", _write, (), 2048),
     "label": Experiment("the teacher's states of a text, stored once", _label),
     "train": Experiment("train accelerators on labelled text", _train),
+    "choose": Experiment(
+        "draft length and confidence stop, measured and stored", _choose, (), 8
+    ),
     "sweep": Experiment("exit depth, rank and head size, in one table", _sweep),
 }

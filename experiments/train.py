@@ -31,8 +31,9 @@ from m2r2_jax.accelerators import (
 )
 from m2r2_jax.closed_form import closed_form_start
 from m2r2_jax.labels import LabelStore
+from m2r2_jax.losses import Batch
 from m2r2_jax.multirate import MultiRateConfig
-from m2r2_jax.training import Batch, TrainConfig, TrainState
+from m2r2_jax.training import TrainConfig, TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ import numpy as np
 
 from m2r2_jax import training, transformer
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.losses import Batch
 from m2r2_jax.multirate import MultiRateConfig
-from m2r2_jax.training import Batch
 
 
 def closed_form_start(

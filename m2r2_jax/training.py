@@ -13,7 +13,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
 from flax import struct
@@ -25,10 +24,8 @@ from m2r2_jax.config import ModelConfig
 from m2r2_jax.data import PADDING
 from m2r2_jax.labels import packed_rows
 from m2r2_jax.layers import linear
+from m2r2_jax.losses import Batch, draft_losses
 from m2r2_jax.multirate import DraftHead, MultiRateConfig
-
-_TOKENS_PER_PIECE = 512
-_PARTS = ("divergence", "refused", "distance", "agreement")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,27 +94,6 @@ class TrainState:
     accelerators: dict
     moments: optax.OptState
     step: jax.Array
-
-
-@struct.dataclass
-class Batch:
-    """Packed rows with their labels; see `data.Packed` and `labels.LabelStore`.
-
-    Attributes:
-      tokens: `int32[B, T]`.
-      segment: `int16[B, T]`.
-      position: `int32[B, T]`.
-      trained: `bool[B, T]`.
-      states: `[B, T, D]`, the teacher's normalised final states.
-      argmax: `int32[B, T]`, the teacher's most likely next ids.
-    """
-
-    tokens: jax.Array
-    segment: jax.Array
-    position: jax.Array
-    trained: jax.Array
-    states: jax.Array
-    argmax: jax.Array
 
 
 def init_state(
@@ -210,7 +186,9 @@ def _loss(config, rates, train, params, head, accelerators, batch):
         for step in range(len(states))
     ]
     states_EBTD = jnp.stack([state for states in by_exit for state in states])
-    losses_E, parts = _draft_losses(train, head, states_EBTD, batch)
+    losses_E, parts = draft_losses(
+        (train.overlap, train.alignment), head, states_EBTD, batch
+    )
     metrics = {
         f"{name}/{key}": value[index]
         for index, (name, _) in enumerate(names)
@@ -218,101 +196,6 @@ def _loss(config, rates, train, params, head, accelerators, batch):
     }
     total = losses_E @ jnp.asarray([weight for _, weight in names])
     return total, {"loss": total, **metrics}
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _draft_losses(train, head: DraftHead, states_EBTD, batch: Batch):
-    """Losses `[E]` of E exits and draft steps, and their parts."""
-    return _draft_losses_forward(train, head, states_EBTD, batch)[0]
-
-
-def _draft_losses_forward(train, head, states_EBTD, batch):
-    """Loss and gradient in one sweep over pieces of the rows.
-
-    A piece's logits over the draft head stay in the processor's cache; differentiated
-    as a whole, the logits of all tokens would pass through memory a dozen times.
-    """
-    pieces = max(1, batch.tokens.size // _TOKENS_PER_PIECE)
-    while batch.tokens.shape[1] % pieces:
-        pieces -= 1
-    count = jnp.maximum(jnp.sum(batch.trained), 1)
-
-    def cut(value, axis):
-        width = value.shape[axis] // pieces
-        shape = (*value.shape[:axis], pieces, width, *value.shape[axis + 1 :])
-        return jnp.moveaxis(value.reshape(shape), axis, 0)
-
-    def piece(sums, inputs):
-        states_EBtD, *labels = inputs
-
-        def loss(states_EBtD):
-            losses_E, parts = _piece_losses(train, head, states_EBtD, *labels)
-            return jnp.sum(losses_E) / count, (losses_E, parts)
-
-        grads, found = jax.grad(loss, has_aux=True)(states_EBtD)
-        return jax.tree.map(jnp.add, sums, found), grads
-
-    labels = (batch.states, batch.argmax, batch.trained)
-    inputs = (cut(states_EBTD, 2), *(cut(label, 1) for label in labels))
-    zeros_E = jnp.zeros(len(states_EBTD))
-    sums = (zeros_E, dict.fromkeys(_PARTS, zeros_E))
-    sums, grads = lax.scan(piece, sums, inputs)
-    grads_EBTD = jnp.moveaxis(grads, 0, 2).reshape(states_EBTD.shape)
-    return jax.tree.map(lambda total: total / count, sums), (grads_EBTD, head, batch)
-
-
-def _draft_losses_backward(train, saved, cotangents):
-    grads_EBTD, head, batch = saved
-    weight_E = cotangents[0].reshape(-1, 1, 1, 1)
-    nothing = jax.tree.map(_no_gradient, (head, batch))
-    return nothing[0], grads_EBTD * weight_E, nothing[1]
-
-
-_draft_losses.defvjp(_draft_losses_forward, _draft_losses_backward)
-
-
-def _no_gradient(value):
-    if jnp.issubdtype(value.dtype, jnp.floating):
-        return jnp.zeros_like(value)
-    return np.zeros(value.shape, jax.dtypes.float0)
-
-
-def _piece_losses(train, head, states_EBtD, teacher_BtD, argmax_Bt, trained_Bt):
-    """Sums over the trained tokens of a piece: losses `[E]`, and their parts."""
-    teacher_BtD = _f32(teacher_BtD)
-    target_BtH = jax.nn.log_softmax(linear(teacher_BtD, head.weight))
-    logits_EBtH = linear(states_EBtD, head.weight)
-    draft_EBtH = jax.nn.log_softmax(logits_EBtH)
-    p_BtH = jnp.exp(target_BtH)
-    divergence_EBt = jnp.sum(p_BtH * (target_BtH - draft_EBtH), axis=-1)
-    overlap_EBt = jnp.sum(jnp.minimum(p_BtH, jnp.exp(draft_EBtH)), axis=-1)
-    size_Bt = jnp.sum(jnp.square(teacher_BtD), axis=-1)
-    own_size_EBt = jnp.sum(jnp.square(states_EBtD), axis=-1)
-    product_EBt = jnp.sum(states_EBtD * teacher_BtD, axis=-1)
-    cosine_EBt = product_EBt * lax.rsqrt(size_Bt * own_size_EBt + 1e-6)
-    squares_EBt = size_Bt + own_size_EBt - 2 * product_EBt
-    # Cheaper than an arg-max: whether the teacher's choice has the largest logit.
-    slot_Bt = head.slot[argmax_Bt]
-    own_EBt = jnp.take_along_axis(
-        logits_EBtH, jnp.maximum(slot_Bt, 0)[None, ..., None], axis=-1
-    )[..., 0]
-    agrees_EBt = (slot_Bt >= 0) & (own_EBt >= jnp.max(logits_EBtH, axis=-1))
-
-    def total(value_EBt):
-        return jnp.sum(value_EBt * trained_Bt, axis=(1, 2))
-
-    parts = {
-        "divergence": total(divergence_EBt),
-        "refused": total(1 - overlap_EBt),
-        "distance": total(1 - cosine_EBt + squares_EBt / (size_Bt + 1e-6)),
-        "agreement": total(agrees_EBt),
-    }
-    losses_E = (
-        parts["divergence"]
-        + train.overlap * parts["refused"]
-        + train.alignment * parts["distance"]
-    )
-    return losses_E, parts
 
 
 def exit_states(config, rates, draft_steps, params, accelerators, batch):
@@ -337,7 +220,7 @@ def exit_states(config, rates, draft_steps, params, accelerators, batch):
             config, params, accelerators, fast_BTD, carried_BTD, interval
         )
 
-    teacher_BTD = previous(batch, _f32(batch.states))
+    teacher_BTD = previous(batch, batch.states.astype(jnp.float32))
     carried_BTD, drafts = teacher_BTD, []
     for _ in range(draft_steps):
         fast_BTD = multirate.start(accelerators, slow[0], carried_BTD)
@@ -384,7 +267,3 @@ def previous(batch: Batch, value_BT):
     opening = jnp.take_along_axis(value_BT, index, axis=1)
     begins = begins_BT.reshape(*begins_BT.shape, *(1,) * (value_BT.ndim - 2))
     return jnp.where(begins, opening, moved)
-
-
-def _f32(states):
-    return states.astype(jnp.float32)

@@ -10,13 +10,23 @@ import pytest
 import tiny_chat
 from conftest import TINY, tiny_accelerators
 
-from m2r2_jax import Session, data, labels, multirate, training, transformer, writing
+from m2r2_jax import (
+    Session,
+    data,
+    labels,
+    losses,
+    multirate,
+    training,
+    transformer,
+    writing,
+)
 from m2r2_jax.closed_form import closed_form_start
 from m2r2_jax.drafters import MultiRateChain
 from m2r2_jax.labels import LabelStore
+from m2r2_jax.losses import Batch, draft_losses
 from m2r2_jax.methods import EXACT_ROWS, Method
 from m2r2_jax.multirate import MultiRateConfig
-from m2r2_jax.training import Batch, TrainConfig
+from m2r2_jax.training import TrainConfig
 from m2r2_jax.writing import WritingConfig
 
 MODEL = tiny_chat.chat_model(gain=2)
@@ -181,12 +191,12 @@ def test_losses_and_gradients_in_pieces_are_those_of_the_whole(store, monkeypatc
         return jnp.sum(total * weight, axis=(1, 2)), jnp.argmax(q, -1)
 
     def pieces(states):
-        return training._draft_losses(TRAIN, small, states, batch)
+        return draft_losses((TRAIN.overlap, TRAIN.alignment), small, states, batch)
 
-    monkeypatch.setattr(training, "_TOKENS_PER_PIECE", 64)
-    losses, parts = pieces(states)
+    monkeypatch.setattr(losses, "_TOKENS_PER_PIECE", 64)
+    found, parts = pieces(states)
     expected, best = whole(states)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
     agreement = jnp.sum((ids[best] == batch.argmax) * weight, axis=(1, 2))
     np.testing.assert_allclose(parts["agreement"], agreement, rtol=1e-5)
     scale = jnp.asarray([1.0, 0.7])
