@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,49 +60,34 @@ def _mtbench(settings: Settings) -> dict:
     return measure("mtbench", settings)
 
 
-def _write(settings: Settings) -> dict:
-    from experiments.write import run
-
-    return run(settings)
-
-
-def _label(settings: Settings) -> dict:
-    from experiments.label import run
-
-    return run(settings)
-
-
-def _train(settings: Settings) -> dict:
-    from experiments.train import run
-
-    return run(settings)
-
-
-def _choose(settings: Settings) -> dict:
-    from experiments.choose import run
-
-    return run(settings)
-
-
-def _sweep(settings: Settings) -> dict:
-    from experiments.sweep import run
-
-    return run(settings)
+def _run_of(module: str) -> Callable[[Settings], dict]:
+    """`run` of a module, imported when it is called and not before."""
+    return lambda settings: importlib.import_module(module).run(settings)
 
 
 EXPERIMENTS = {
     "mtbench": Experiment(
         "plain against draft-verify decoding on two-turn chat prompts",
         _mtbench,
-        # Untrained accelerators only cost time: m2r2 joins when they are trained.
-        ("autoregressive", "prompt_lookup"),
+        ("autoregressive", "prompt_lookup", "m2r2"),
         8,
     ),
-    "write": Experiment("the model writes its own training text", _write, (), 2048),
-    "label": Experiment("the teacher's states of a text, stored once", _label),
-    "train": Experiment("train accelerators on labelled text", _train),
-    "choose": Experiment(
-        "draft length and confidence stop, measured and stored", _choose, (), 8
+    "write": Experiment(
+        "the model writes its own training text", _run_of("experiments.write"), (), 2048
     ),
-    "sweep": Experiment("exit depth, rank and head size, in one table", _sweep),
+    "label": Experiment(
+        "the teacher's states of a text, stored once", _run_of("experiments.label")
+    ),
+    "train": Experiment(
+        "train accelerators on labelled text", _run_of("experiments.train")
+    ),
+    "choose": Experiment(
+        "draft length and confidence stop, measured and stored",
+        _run_of("experiments.choose"),
+        (),
+        8,
+    ),
+    "sweep": Experiment(
+        "exit depth, rank and head size, in one table", _run_of("experiments.sweep")
+    ),
 }
