@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.prompts import load_prompts
-from m2r2_jax import Model, data, writing
+from m2r2_jax import Model, data, sharding, writing
 from m2r2_jax.labels import LabelStore, label_rows
 from m2r2_jax.losses import Batch
 
@@ -23,7 +24,7 @@ def held_out_batches(model: Model, folder: Path) -> list[Batch]:
     They are written and labelled once and kept in `folder`: settings and trainings
     are compared on the same tokens.
     """
-    if not (folder / "labels.json").is_file():
+    if not _complete(model, folder):
         packed = _write(model)
         about = {"model": model.config.name, "tokens": data.fingerprint(packed)}
         store = LabelStore.create(folder, packed, model.config.width, about)
@@ -32,7 +33,16 @@ def held_out_batches(model: Model, folder: Path) -> list[Batch]:
     store = LabelStore(folder)
     rows = len(store.packed)
     pieces = np.array_split(np.arange(rows), -(-rows // _BATCH))
-    return [_batch(store, index) for index in pieces]
+    return [place_batch(model, store, index) for index in pieces]
+
+
+def _complete(model: Model, folder: Path) -> bool:
+    """Whether the folder holds all labels, and those of this model."""
+    if not (folder / "labels.json").is_file():
+        return False
+    store = LabelStore(folder)
+    same = store.meta["about"]["model"] == model.config.name
+    return same and store.rows_done == len(store.packed)
 
 
 def _write(model: Model) -> data.Packed:
@@ -47,24 +57,22 @@ def _write(model: Model) -> data.Packed:
         max_answer_tokens=_ANSWER_TOKENS,
         sampled_every=_NEVER,
     )
-    state = writing.start(model, frame, config, len(turns), prompts=turns)
-    eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
-    while not bool(state.done):
-        state = writing.write(
-            model.config,
-            model.params,
-            frame,
-            config,
-            eos,
-            jnp.int32(1),  # Number 0 would be sampled, being the first of so many.
-            state,
-            jnp.int32(64),
-        )
-    return data.pack(writing.collect(frame, state), frame, 512, seed=0)
+    # Number 0 would be sampled, being the first of so many.
+    written = writing.write_all(model, frame, config, len(turns), 1, turns)
+    return data.pack(written, frame, 512, seed=0)
 
 
-def _batch(store: LabelStore, index: np.ndarray) -> Batch:
+def place_batch(model: Model, store: LabelStore, index: np.ndarray) -> Batch:
+    """Rows of a store on the device, or over the mesh."""
     packed = store.packed
-    arrays = (packed.tokens, packed.segment, packed.position, packed.trained)
-    arrays = (*arrays, store.states, store.argmax)
-    return Batch(*(jnp.asarray(array[index]) for array in arrays))
+    batch = Batch(
+        packed.tokens[index],
+        packed.segment[index],
+        packed.position[index],
+        packed.trained[index],
+        store.states[index],
+        store.argmax[index],
+    )
+    if model.mesh is None:
+        return jax.tree.map(jnp.asarray, batch)
+    return jax.device_put(batch, sharding.batched(model.mesh, batch))

@@ -12,18 +12,17 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
-from experiments.held_out import held_out_batches
+from experiments.held_out import held_out_batches, place_batch
 from experiments.models import load_for_batches
 from experiments.options import read_options
 from experiments.report import write_text
 from experiments.suite import Settings
 from experiments.train_log import Log, plot
-from m2r2_jax import Model, multirate, sharding, training
+from m2r2_jax import Model, multirate, training
 from m2r2_jax.accelerators import (
     TrainedAccelerators,
     load_accelerators,
@@ -121,8 +120,7 @@ class Trainer:
         ) as manager:
             state = self._first_state()
             if (last := manager.latest_step()) is not None:
-                restored = manager.restore(last, args=ocp.args.StandardRestore(state))
-                state = restored
+                state = manager.restore(last, args=ocp.args.StandardRestore(state))
             state = self._loop(state, manager)
         return self._finish(state)
 
@@ -275,19 +273,3 @@ def summary(counts: np.ndarray) -> dict:
         ],
         "tau": float(1 + np.sum(kept) / max(counts[0], 1)),
     }
-
-
-def place_batch(model: Model, store: LabelStore, index: np.ndarray) -> Batch:
-    """Rows of a store on the device, or over the mesh."""
-    packed = store.packed
-    batch = Batch(
-        packed.tokens[index],
-        packed.segment[index],
-        packed.position[index],
-        packed.trained[index],
-        store.states[index],
-        store.argmax[index],
-    )
-    if model.mesh is None:
-        return jax.tree.map(jnp.asarray, batch)
-    return jax.device_put(batch, sharding.batched(model.mesh, batch))

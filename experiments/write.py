@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,12 +17,11 @@ from tqdm.auto import tqdm
 
 from experiments.models import load_for_batches
 from experiments.options import read_options
+from experiments.prompts import load_prompts
 from experiments.report import write_text
 from experiments.suite import Settings
 from m2r2_jax import Model, data, writing
-from m2r2_jax.writing import Conversation, Frame, WritingConfig
-
-_STEPS_PER_CALL = 32  # How often the progress bar moves.
+from m2r2_jax.writing import WritingConfig, WritingState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +36,11 @@ class WriteOptions:
 
     first: int = 0
     shard: int = 2048
-    rows: int = 128
-    max_prompt_tokens: int = 64
-    max_answer_tokens: int = 160
-    sampled_every: int = 4
-    answer_temperature: float = 0.8
+    rows: int = WritingConfig.rows
+    max_prompt_tokens: int = WritingConfig.max_prompt_tokens
+    max_answer_tokens: int = WritingConfig.max_answer_tokens
+    sampled_every: int = WritingConfig.sampled_every
+    answer_temperature: float = WritingConfig.answer_temperature
     dataset: bool = True
 
 
@@ -74,7 +72,10 @@ def run(settings: Settings) -> dict:
             bar.update(size)
             continue
         given = prompts[done : done + size]
-        written = write_shard(model, frame, config, size, first, given, bar)
+        watch = _watcher(bar, size)
+        written = writing.write_all(
+            model, frame, config, size, first, given, watch=watch
+        )
         tokens += sum(len(c.prompt_ids) + len(c.answer_ids) for c in written)
         _store(path, [data.as_row(c, model.tokenizer, frame) for c in written])
         rate = tokens / (time.perf_counter() - started)
@@ -103,8 +104,6 @@ def _prompts(
     """User turns to answer, those that are too long left out with a word."""
     if settings.data is None:
         return []
-    from experiments.prompts import load_prompts
-
     loaded = load_prompts(str(settings.data), None, settings.limit)
     encoded = [model.tokenizer.encode(prompt.turns[0]) for prompt in loaded]
     kept = [ids for ids in encoded if 0 < len(ids) <= config.max_prompt_tokens]
@@ -125,32 +124,15 @@ def _check_identity(settings: Settings, identity: dict) -> None:
     write_text(path, json.dumps(identity))
 
 
-def write_shard(
-    model: Model,
-    frame: Frame,
-    config: WritingConfig,
-    count: int,
-    first: int,
-    prompts: Sequence[Sequence[int]],
-    bar,
-) -> list[Conversation]:
-    """Conversations `first` .. `first + count - 1`."""
-    state = writing.start(model, frame, config, count, first, prompts)
-    eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
+def _watcher(bar, count: int):
+    """Moves the bar by the conversations of a shard that have ended."""
     shown = 0
-    while not bool(state.done):
-        state = writing.write(
-            model.config,
-            model.params,
-            frame,
-            config,
-            eos,
-            jnp.int32(first),
-            state,
-            jnp.int32(_STEPS_PER_CALL),
-        )
+
+    def watch(state: WritingState) -> None:
+        nonlocal shown
         ended = int(state.next_index) - int(jnp.sum(state.index < count))
         bar.update(ended - shown)
-        shown = ended
         bar.set_postfix(tokens=int(state.tokens))
-    return writing.collect(frame, state)
+        shown = ended
+
+    return watch

@@ -85,7 +85,7 @@ def load_accelerators(path: str | Path, config: ModelConfig) -> TrainedAccelerat
     try:
         with safe_open(path, framework="numpy") as file:
             about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
         rates = json.loads(about["rates"])
         head_ids = tensors.pop("head_ids", None)
     except (SafetensorError, KeyError) as error:

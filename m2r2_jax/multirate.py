@@ -153,7 +153,7 @@ def start(
       accelerators: from `init_accelerators` or training.
       embedded_BTD: h[0] of the tokens.
       state_BTD: normalised final hidden state of each token's predecessor; for a
-        drafted predecessor its normalised p[X] stands in, in training and decoding.
+        drafted predecessor its `exit_state` stands in, in training and decoding.
     """
     return embedded_BTD + layers.matmul(state_BTD, accelerators["carry"])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -403,6 +403,49 @@ def _start_over(frame, state, ended_B, over_B) -> WritingState:
             length=jnp.where(over_B, opening - 1, state.cache.length)
         ),
     )
+
+
+def write_all(
+    model: Model,
+    frame: Frame,
+    config: WritingConfig,
+    count: int,
+    first: int = 0,
+    prompts: Sequence[Sequence[int]] = (),
+    *,
+    steps: int = 32,
+    watch: Callable[[WritingState], None] = lambda state: None,
+) -> list[Conversation]:
+    """Conversations `first` .. `first + count - 1`, from start to end.
+
+    Args:
+      model: from `load`.
+      frame: from `chat_frame`.
+      config: how to write.
+      count: N.
+      first: number of the first conversation: randomness counts on from it.
+      prompts: N user turns, or none to have them written too.
+      steps: how often the state is shown to `watch`; changes no text.
+      watch: shown the state on the way; must not keep it, it is donated.
+
+    Raises:
+      ValueError: as `start`.
+    """
+    state = start(model, frame, config, count, first, prompts)
+    eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
+    while not bool(state.done):
+        state = write(
+            model.config,
+            model.params,
+            frame,
+            config,
+            eos,
+            jnp.int32(first),
+            state,
+            jnp.int32(steps),
+        )
+        watch(state)
+    return collect(frame, state)
 
 
 def collect(frame: Frame, state: WritingState) -> list[Conversation]:
