@@ -12,6 +12,7 @@ import pytest
 import tiny_chat
 
 from experiments import run
+from experiments.held_out import held_out_batches
 from m2r2_jax.labels import LabelStore
 
 _CODE = "import json, sys; from experiments.run import main\n"
@@ -174,3 +175,17 @@ def test_nothing_optional_is_imported_before_it_is_used():
         "import experiments.write, experiments.label, experiments.train"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_held_out_labels_cut_short_are_finished(tmp_path):
+    """A kill while held-out answers are labelled must not leave zeros to be read."""
+    model = tiny_chat.chat_model()
+    whole = held_out_batches(model, tmp_path)
+    path = tmp_path / "labels.json"
+    states = (tmp_path / "states.bf16").read_bytes()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rows_done": 4}))
+    row = len(states) // len(LabelStore(tmp_path).packed)
+    (tmp_path / "states.bf16").write_bytes(states[: 4 * row].ljust(len(states), b"\0"))
+    again = held_out_batches(model, tmp_path)
+    assert (tmp_path / "states.bf16").read_bytes() == states
+    assert len(again) == len(whole)
