@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+_PRODUCTS = ("plain", "fast_on_cpu", "exact")
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -23,6 +25,10 @@ class ModelConfig:
       norm_epsilon: added to the mean square in RMSNorm.
       tied_head: whether the unembedding is the embedding.
       context_length: positions the model was trained for.
+      products: how rows are multiplied by weights; values differ in their last bits.
+        "plain": one product, for training, GPU and TPU. "fast_on_cpu": what is fastest
+        for so many rows on XLA's CPU backend; two in f32 take the time of one.
+        "exact": a row's f32 result does not depend on the rows beside it.
     """
 
     name: str
@@ -37,8 +43,14 @@ class ModelConfig:
     norm_epsilon: float
     tied_head: bool
     context_length: int
+    products: str = "plain"
 
     def __post_init__(self):
+        if self.products not in _PRODUCTS:
+            raise ValueError(
+                f"products {self.products!r} is unknown; choose from "
+                f"{', '.join(_PRODUCTS)}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} "
@@ -53,6 +65,11 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         """Query heads that share one key/value head (G)."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def exact(self) -> ModelConfig:
+        """The same model with products whose rows do not depend on each other."""
+        return dataclasses.replace(self, products="exact")
 
     @classmethod
     def from_gguf(

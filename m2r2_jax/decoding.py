@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from m2r2_jax import transformer
+from m2r2_jax import compilation, transformer
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
 from m2r2_jax.multirate import DraftHead
@@ -126,7 +126,7 @@ def prefill(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "rows"), donate_argnames=("state",)
+    compilation.jit, static_argnames=("config", "rows"), donate_argnames=("state",)
 )
 def decode(
     config: ModelConfig, params: dict, state: DecodeState, steps: jax.Array, rows: int
@@ -198,7 +198,7 @@ def score(
         config, params["blocks"], x_BRD, rows, cache, start_layer, config.num_layers
     )
     x_BRD = transformer.final_norm(config, params, x_BRD)
-    return x_BRD, transformer.unembed(params, x_BRD), cache
+    return x_BRD, transformer.unembed(config, params, x_BRD), cache
 
 
 def choose(

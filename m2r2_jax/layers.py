@@ -10,6 +10,8 @@ Legend of the letters in variable names, here and in every other module:
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +20,15 @@ from jax import lax
 # Norms, softmax and rotary angles are computed in f32 whatever the weights' dtype:
 # their sums and the angles of late positions lose too many bits in bf16.
 
-# Rows of a plain or a verification pass, as opposed to those of prefill and training.
-_FEW_ROWS = 16
 # Up to so many queries a head, transposing the scores is cheaper than the keys.
 _FEW_QUERIES = 64
+# Up to so many rows, fused sums beat a matrix product; behind them registers run out.
+_SUM_ROWS = 4
+# Up to so many rows, products run faster with the rows as columns.
+_COLUMNS = 16
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array, products: str = "plain") -> jax.Array:
     """Multiplies rows by a weight stored `[out..., in]`, as checkpoints store it.
 
     This layout is also the fastest on CPU at the row counts of decoding. Operands are
@@ -33,6 +37,7 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     Args:
       x: `[..., in]`.
       weight: `[out..., in]`.
+      products: as in `ModelConfig`.
 
     Returns:
       `[..., out...]`.
@@ -40,7 +45,7 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     # XLA's CPU backend has fast kernels for plain matrices only: with more axes the
     # same product took seven times as long.
     matrix = weight.reshape(-1, weight.shape[-1])
-    product = _product(x.reshape(-1, x.shape[-1]), matrix, 1)
+    product = _way(products, x, matrix)(x.reshape(-1, x.shape[-1]), matrix)
     return product.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
@@ -50,15 +55,72 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     return product.reshape(*x.shape[:-1], weight.shape[-1])
 
 
+def _way(products: str, x: jax.Array, weight: jax.Array) -> Callable:
+    """The function that multiplies so many rows."""
+    count = math.prod(x.shape[:-1])
+    if products == "exact":
+        return _exact_product
+    if products == "fast_on_cpu" and count <= _COLUMNS:
+        # One row in f32 has a kernel of its own, which memory alone limits.
+        if count <= _SUM_ROWS and (count, weight.dtype) != (1, jnp.float32):
+            return _fused_sums
+        if count > 1:
+            return _as_columns
+    return functools.partial(_product, axis=1)
+
+
+def _fused_sums(x_Ri: jax.Array, weight_oi: jax.Array) -> jax.Array:
+    """The product as one reduction that reads each weight once, for all rows.
+
+    XLA's CPU backend makes one loop of it, with a sum per row in registers and the
+    weight widened to f32 on the way: two rows take the time of one, and half as many
+    bytes half the time. Matrix products there copy the weight into blocks first. The
+    loop is only fast where sums may be reordered (`compilation.jit`).
+    """
+    # A lone row goes twice: LLVM makes half as fast a loop of a single sum.
+    count = max(2, len(x_Ri))
+    # The barrier keeps the rows' own maths out of the loop over the weight.
+    rows = lax.optimization_barrier(x_Ri.astype(weight_oi.dtype).astype(jnp.float32))
+    weight = weight_oi.astype(jnp.float32)
+    terms = [weight * rows[min(row, len(x_Ri) - 1)] for row in range(count)]
+
+    def add(left, right):
+        return tuple(a + b for a, b in zip(left, right, strict=True))
+
+    sums = lax.reduce(tuple(terms), (jnp.float32(0),) * count, add, (1,))
+    return jnp.stack(sums[: len(x_Ri)]).astype(x_Ri.dtype)
+
+
+def _as_columns(x_Ri: jax.Array, weight_oi: jax.Array, width: int = 0) -> jax.Array:
+    """The product with the rows as columns, 4, 8 or 16 of them unless told otherwise.
+
+    XLA's CPU backend then streams the weight half as fast again; for a number between
+    it takes longer than for the next of these.
+    """
+    count = len(x_Ri)
+    width = width or max(4, 1 << (count - 1).bit_length())
+    rows = jnp.pad(x_Ri.astype(weight_oi.dtype), ((0, width - count), (0, 0)))
+    # The barrier keeps XLA from turning the product back.
+    columns = lax.optimization_barrier(_dot(weight_oi, rows, 1, 1))
+    return columns.T[:count].astype(x_Ri.dtype)
+
+
+def _exact_product(x_Ri: jax.Array, weight_oi: jax.Array) -> jax.Array:
+    """The product 16 rows at a time: all rows go through one kernel in one shape, so
+    none depends on how many others there are.
+    """
+    count, width = x_Ri.shape
+    padded = jnp.pad(x_Ri, ((0, -count % _COLUMNS), (0, 0)))
+    groups = padded.reshape(-1, _COLUMNS, width)
+    if len(groups) == 1:
+        return _as_columns(x_Ri, weight_oi, _COLUMNS)
+    product = lax.map(lambda rows: _as_columns(rows, weight_oi, _COLUMNS), groups)
+    return product.reshape(len(padded), -1)[:count]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x_Ri: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
-    rows = x_Ri.astype(weight.dtype)
-    if axis == 1 and 1 < len(rows) <= _FEW_ROWS:
-        # With the rows as columns, XLA's CPU backend streams the weight half as fast
-        # again. The barrier keeps it from turning the product back.
-        product = lax.optimization_barrier(_dot(weight, rows, 1, 1)).T
-    else:
-        product = _dot(rows, weight, 1, axis)
+    product = _dot(x_Ri.astype(weight.dtype), weight, 1, axis)
     return product.astype(x_Ri.dtype)
 
 

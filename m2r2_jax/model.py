@@ -36,6 +36,11 @@ class Model:
         """Whether blocks are stored per layer (see `transformer`)."""
         return isinstance(self.params["blocks"], tuple)
 
+    @property
+    def exact(self) -> Model:
+        """The same model, whose rows do not depend on each other (`ModelConfig`)."""
+        return dataclasses.replace(self, config=self.config.exact)
+
 
 def load(
     path: str | Path | None = None,
@@ -68,7 +73,11 @@ def load(
     unrolled = backend != "tpu" if unrolled is None else unrolled
     file = GGUFFile(fetch.default_model_file() if path is None else path)
     name = fetch.DEFAULT_MODEL if path is None else file.path.stem
-    config = dataclasses.replace(config_from_gguf(file), name=name)
+    config = dataclasses.replace(
+        config_from_gguf(file),
+        name=name,
+        products="fast_on_cpu" if backend == "cpu" else "plain",
+    )
     tokenizer = Tokenizer.from_gguf(file.metadata)
 
     def place(array, axes):

@@ -14,6 +14,7 @@ first layers alone cannot know.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -218,7 +219,7 @@ def run_both(
       h[X], p[X] and the cache. h and the cache are bitwise what they would be with
       any other accelerators in the same program (I2).
     """
-    slow, project = rows.slow, accelerated(accelerators["layers"], rows.slow)
+    slow, project = rows.slow, accelerated(config, accelerators["layers"], rows.slow)
     x_BRD, cache = run_layers(
         config,
         blocks,
@@ -232,12 +233,14 @@ def run_both(
     return x_BRD[:, :slow], x_BRD[:, slow:], cache
 
 
-def accelerated(accelerators: dict | tuple[dict, ...], slow: int):
+def accelerated(
+    config: ModelConfig, accelerators: dict | tuple[dict, ...], slow: int
+) -> Callable:
     """A block's `project` that adds the low-rank term to the rows behind `slow`."""
 
     def project(layer, name: str, x_BRI: jax.Array, weight: jax.Array) -> jax.Array:
         pairs = layer_weights(accelerators, layer)
-        product = layers.linear(x_BRI, weight)
+        product = layers.linear(x_BRI, weight, config.products)
         fast_BTI = x_BRI[:, slow:]
         if name == "qkv":
             K, width, H = weight.shape[:3]

@@ -94,7 +94,8 @@ class Session:
                 f"batch {batch} does not fill the mesh's data axis of {shards}; use a "
                 f"multiple of {shards}"
             )
-        self.model, self.method, self.batch = model, method, batch
+        self.model = model.exact if method.rows > 1 else model
+        self.method, self.batch = method, batch
         self._cache: KVCache | None = None
         self._cached_ids: list[list[int]] = [[] for _ in range(batch)]
 

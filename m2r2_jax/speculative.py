@@ -21,7 +21,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from m2r2_jax import decoding
+from m2r2_jax import compilation, decoding
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
 from m2r2_jax.decoding import DecodeState, Sampling
@@ -206,7 +206,9 @@ def start(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "drafter", "rows"), donate_argnames=("state",)
+    compilation.jit,
+    static_argnames=("config", "drafter", "rows"),
+    donate_argnames=("state",),
 )
 def speculate(
     config: ModelConfig,

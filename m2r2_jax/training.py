@@ -209,7 +209,7 @@ def exit_states(config, rates, draft_steps, params, accelerators, batch):
     slow, cache = lax.stop_gradient((slow, cache))
     # Fast rows alone: the slow ones have run, their keys are in the cache.
     rows = rows.replace(slow=0)
-    project = multirate.accelerated(accelerators["layers"], 0)
+    project = multirate.accelerated(config, accelerators["layers"], 0)
 
     def read(interval, fast_BTD, carried_BTD):
         lo, hi = rates.intervals[interval]

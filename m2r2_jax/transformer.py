@@ -160,10 +160,14 @@ def with_fast_rows(rows: Rows) -> Rows:
     )
 
 
-def project(layer, name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """A block's product with one weight; `multirate` replaces it for fast rows."""
-    del layer, name
-    return layers.linear(x, weight)
+def slow_only(config: ModelConfig) -> Callable:
+    """A block's `project` where all rows are slow ones; see `multirate.accelerated`."""
+
+    def project(layer, name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        del layer, name
+        return layers.linear(x, weight, config.products)
+
+    return project
 
 
 def block(
@@ -173,7 +177,7 @@ def block(
     rows: Rows,
     cache: KVCache | None,
     layer,
-    project: Callable = project,
+    project: Callable,
 ) -> tuple[jax.Array, KVCache | None]:
     """One pre-norm decoder block.
 
@@ -187,7 +191,8 @@ def block(
       rows: positions and masks.
       cache: slow rows are appended to it; None attends among the rows themselves.
       layer: index of the layer in the cache.
-      project: `(layer, name, x, weight) -> product`.
+      project: `(layer, name, x, weight) -> product`; `slow_only`, unless there are
+        fast rows.
 
     Returns:
       The residual stream after the block, and the cache.
@@ -220,9 +225,10 @@ def run_layers(
     cache: KVCache | None,
     lo: int,
     hi: int,
-    project: Callable = project,
+    project: Callable | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Runs blocks lo..hi-1, unrolled or as a loop, whichever way they are stored."""
+    project = project or slow_only(config)
     if isinstance(blocks, tuple):
         for layer in range(lo, hi):
             x_BRD, cache = block(
@@ -248,10 +254,10 @@ def final_norm(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
     return layers.rms_norm(x, params["final_norm"], config.norm_epsilon)
 
 
-def unembed(params: dict, normed: jax.Array) -> jax.Array:
+def unembed(config: ModelConfig, params: dict, normed: jax.Array) -> jax.Array:
     """Logits over the full vocabulary, f32: `[..., D] -> [..., V]`."""
     head = params.get("head", params["embed"])
-    return layers.linear(normed, head).astype(jnp.float32)
+    return layers.linear(normed, head, config.products).astype(jnp.float32)
 
 
 def forward(config: ModelConfig, params: dict, tokens_BT: jax.Array) -> jax.Array:
@@ -270,4 +276,4 @@ def forward(config: ModelConfig, params: dict, tokens_BT: jax.Array) -> jax.Arra
         0,
         config.num_layers,
     )
-    return unembed(params, final_norm(config, params, x_BTD))
+    return unembed(config, params, final_norm(config, params, x_BTD))

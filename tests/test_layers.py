@@ -11,7 +11,7 @@ import reference
 from m2r2_jax import layers
 
 attention = jax.jit(layers.attention)
-linear = jax.jit(layers.linear)
+linear = jax.jit(layers.linear, static_argnums=2)
 rms_norm = jax.jit(layers.rms_norm, static_argnums=2)
 
 
@@ -34,6 +34,27 @@ def test_linear_contracts_the_last_axis_of_an_out_in_weight(rows, out):
     result = linear(x, weight)
     assert result.shape == (*rows, *out)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("products", ["fast_on_cpu", "exact"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17])
+def test_every_way_to_multiply_gives_the_product(rows, products, dtype):
+    x, weight = normal(0, rows, 40), jnp.asarray(normal(1, 2, 9, 40), dtype)
+    operand = np.float64(jnp.asarray(x, dtype).astype(jnp.float32))
+    expected = np.tensordot(operand, np.float64(weight), axes=(-1, -1))
+    result = linear(x, weight, products)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_exact_rows_do_not_depend_on_those_beside_them():
+    """Bitwise, whatever their number and place: what the exact mode rests on."""
+    x, weight = normal(0, 40, 1536), normal(1, 64, 1536)
+    together = np.asarray(linear(x, weight, "exact"))
+    for first, rows in [(0, 1), (0, 2), (5, 8), (3, 9), (17, 16), (20, 20)]:
+        found = linear(x[first : first + rows], weight, "exact")
+        np.testing.assert_array_equal(found, together[first : first + rows])
 
 
 def test_rms_norm_equals_numpy():

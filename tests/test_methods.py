@@ -1,5 +1,7 @@
 """Tests of the table of decoding methods."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -16,8 +18,17 @@ def test_every_method_builds_with_its_defaults(tiny_model, name, exact):
     assert method.rows == (EXACT_ROWS if exact else 1)
     assert (method.drafter is None) == (name == "autoregressive")
     if method.drafter is not None:
-        same = build_method(name, tiny_model).drafter
+        same = build_method(name, tiny_model, exact=exact).drafter
         assert hash(same) == hash(method.drafter) and same == method.drafter
+
+
+def test_exact_methods_run_with_rows_that_do_not_depend_on_each_other(tiny_model):
+    config = dataclasses.replace(tiny_model.config, products="fast_on_cpu")
+    model = dataclasses.replace(tiny_model, config=config)
+    for exact, products in [(False, "fast_on_cpu"), (True, "exact")]:
+        method = build_method("m2r2", model, exact=exact)
+        assert method.drafter.config.products == products
+        assert Session(model, method).model.config.products == products
 
 
 def test_settings_reach_the_drafter(tiny_model):

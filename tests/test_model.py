@@ -37,6 +37,8 @@ def test_load_reads_config_weights_and_tokenizer(path):
     assert model.config.name == "smallest"
     assert model.config.num_layers == CONFIG.num_layers
     assert model.unrolled and model.mesh is None
+    ways = model.config.products, model.exact.config.products
+    assert ways == ("fast_on_cpu", "exact")
     assert model.params["embed"].dtype == jnp.float32
     assert model.tokenizer.encode("the") == [TOKENS.index("t"), TOKENS.index("he")]
     assert model.tokenizer.eos_ids == {TOKENS.index("</s>")}

@@ -161,7 +161,7 @@ def test_slow_stream_is_the_model_without_accelerators(storage):
     accelerators = stored(tiny_accelerators(4, scale=0.5, carry=0.5), storage)
     slow, _, _ = run(model(storage), accelerators, new_cache(storage), exit_layer=4)
     normed = transformer.final_norm(TINY, model(storage), slow)
-    logits = transformer.unembed(model(storage), normed)
+    logits = transformer.unembed(TINY, model(storage), normed)
     expected = jax.jit(transformer.forward, static_argnums=0)(
         TINY, model(storage), TOKENS
     )

@@ -55,7 +55,7 @@ def test_first_logits_are_those_of_transformers(default_model, index):
     _, hidden = decoding.prefill(
         config, default_model.params, cache, hidden, tokens, count
     )
-    logits = transformer.unembed(default_model.params, hidden)[0]
+    logits = transformer.unembed(default_model.config, default_model.params, hidden)[0]
     expected = CASES[index]["last_logits_head"]
     np.testing.assert_allclose(logits[: len(expected)], expected, atol=1e-3)
 
