@@ -21,7 +21,15 @@ from experiments.progress import Progress
 from experiments.prompts import Prompt, load_prompts
 from experiments.report import Turn
 from experiments.suite import Settings
-from m2r2_jax import Answer, Method, Model, Session, build_method, load
+from m2r2_jax import (
+    Answer,
+    Method,
+    Model,
+    SamplingParams,
+    Session,
+    build_method,
+    load,
+)
 from m2r2_jax.compilation import CompileClock
 from m2r2_jax.sharding import batch_size, make_mesh
 from m2r2_jax.transformer import forward
@@ -190,15 +198,15 @@ class Runner:
     def _timed_run(self, session: Session, prompts) -> tuple[list[Answer], float]:
         """One turn, after compiling what it needs outside the timed run."""
         budget = self.settings.max_new_tokens
-        sampling = {"temperature": self.temperature, "seed": self.settings.seed}
+        how = SamplingParams(temperature=self.temperature, seed=self.settings.seed)
         plan = session.plan(prompts, budget)
         shape = (session.method.name, plan.chunks, plan.capacity, bool(max(plan.kept)))
         if shape not in self._seen:
             kept = [len(ids) for ids in session.cached_ids]
-            session.run(prompts, budget, max_steps=1, **sampling)
+            session.run(prompts, budget, sampling=how, max_steps=1)
             session.truncate(kept)
             self._seen.add(shape)
-        answers, timing = session.run(prompts, budget, **sampling)
+        answers, timing = session.run(prompts, budget, sampling=how)
         return answers, timing.prefill_seconds + timing.decode_seconds
 
 

@@ -11,30 +11,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
-from m2r2_jax import compilation, transformer
+from m2r2_jax import compilation, sampling, transformer
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
-from m2r2_jax.multirate import DraftHead
+from m2r2_jax.sampling import BROKEN, Adjustments, Sampling, Text
 
 PREFILL_CHUNK = 256  # Rows per prefill call at most: bounds the attention scores.
 _SMALLEST_BUCKET = 16
-
-
-@struct.dataclass
-class Sampling:
-    """How each row chooses its tokens; traced, so that values never recompile.
-
-    Attributes:
-      temperature: `f32[B]`; 0 is greedy.
-      seed: `int32[B]`; noise is a function of (seed, position) alone, so the same
-        seed gives the same text for any draft length, method and batch neighbour.
-    """
-
-    temperature: jax.Array
-    seed: jax.Array
 
 
 @struct.dataclass
@@ -47,7 +34,10 @@ class DecodeState:
       limit: `int32[B]`, the length at which a row must stop.
       done: `bool[B]`.
       eos: `int32[E]`, the ids that end an answer; may be empty.
-      sampling: how tokens are chosen.
+      sampling: how tokens are drawn.
+      adjustments: what is changed in their logits before.
+      scored: `bool[]`, whether log-probabilities are computed.
+      scores: `f32[B, S]`, those of the tokens in the history; zero where not computed.
     """
 
     cache: KVCache
@@ -56,6 +46,9 @@ class DecodeState:
     done: jax.Array
     eos: jax.Array
     sampling: Sampling
+    adjustments: Adjustments
+    scored: jax.Array
+    scores: jax.Array
 
     @property
     def length(self) -> jax.Array:
@@ -158,13 +151,15 @@ def _plain_step(
     config: ModelConfig, params: dict, state: DecodeState, rows: int
 ) -> DecodeState:
     tokens_BR = jnp.tile(state.root[:, None], (1, rows))
-    mask_RR = jnp.tril(jnp.ones((rows, rows), jnp.bool_))
+    offset_R, mask_RR = np.arange(rows), np.tri(rows, dtype=bool)
     _, logits_BRV, cache = score(
-        config, params, state.cache, tokens_BR, jnp.arange(rows), mask_RR
+        config, params, state.cache, tokens_BR, offset_R, mask_RR
     )
-    chosen_B1 = choose(logits_BRV[:, :1], state.sampling, state.length[:, None])
+    chosen = choose_next(
+        state, logits_BRV[:, :1], tokens_BR[:, :1], offset_R[:1], mask_RR[:1, :1]
+    )
     one_B = jnp.ones_like(state.length)
-    return emit(state.replace(cache=cache), chosen_B1, one_B)[0]
+    return emit(state.replace(cache=cache), *chosen, one_B)[0]
 
 
 def score(
@@ -201,85 +196,81 @@ def score(
     return x_BRD, transformer.unembed(config, params, x_BRD), cache
 
 
-def choose(
-    logits_BTV: jax.Array,
-    sampling: Sampling,
-    position_BT: jax.Array,
-    head: DraftHead | None = None,
-) -> jax.Array:
-    """Chooses the token at each position; ties go to the first in the head.
-
-    Sampling is argmax(logits / temperature + Gumbel(seed, position)), an exact draw
-    from the softmax; greedy is the same without noise.
+def choose_next(
+    state: DecodeState,
+    logits_BRV: jax.Array,
+    tokens_BR: jax.Array,
+    offset_R: np.ndarray,
+    mask_RR: np.ndarray,
+) -> tuple[jax.Array, jax.Array]:
+    """The model's choice behind each row, and its log-probability where asked for.
 
     Args:
-      logits_BTV: over the vocabulary, or over the ids of a draft head.
-      sampling: of each row.
-      position_BT: of the tokens that are chosen.
-      head: whose logits these are; each id gets the noise it has in the whole
-        vocabulary, so that drafts agree with what the model will choose.
+      state: before the pass.
+      logits_BRV: of the rows.
+      tokens_BR: the rows' tokens, the root first.
+      offset_R: as for `score`.
+      mask_RR: as for `score`.
     """
-
-    def sampled(logits_BTV):
-        def row(logits_TV, temperature, seed, position_T):
-            keys_T = jax.vmap(jax.random.fold_in, (None, 0))(
-                jax.random.key(seed), position_T
-            )
-            size = logits_TV.shape[-1] if head is None else len(head.slot)
-            noise_TV = jax.vmap(lambda key: jax.random.gumbel(key, (size,)))(keys_T)
-            noise_TV = noise_TV if head is None else noise_TV[:, head.ids]
-            scale = jnp.where(temperature > 0, temperature, 1.0)
-            noisy_TV = logits_TV / scale + noise_TV
-            return jnp.where(temperature > 0, noisy_TV, logits_TV)
-
-        noisy = jax.vmap(row)(
-            logits_BTV, sampling.temperature, sampling.seed, position_BT
-        )
-        return jnp.argmax(noisy, axis=-1)
-
-    # Noise over a whole vocabulary costs as much as the head: skipped when greedy.
-    chosen_BT = lax.cond(
-        jnp.any(sampling.temperature > 0),
-        sampled,
-        lambda logits: jnp.argmax(logits, axis=-1),
-        logits_BTV,
+    position_BR = state.length[:, None] + offset_R
+    text = Text(state.history, state.length, tokens_BR, mask_RR)
+    adjusted_BRV = lax.cond(
+        state.adjustments.applies(position_BR),
+        lambda: sampling.adjust(
+            logits_BRV, state.adjustments, text, position_BR, state.eos
+        ),
+        lambda: logits_BRV,
     )
-    return chosen_BT.astype(jnp.int32) if head is None else head.ids[chosen_BT]
+    chosen_BR = sampling.choose(adjusted_BRV, state.sampling, position_BR)
+    scores_BR = lax.cond(
+        state.scored,
+        lambda: sampling.log_probabilities(logits_BRV, chosen_BR),
+        lambda: jnp.zeros(chosen_BR.shape),
+    )
+    return chosen_BR, scores_BR
 
 
 def emit(
-    state: DecodeState, tokens_Bn: jax.Array, count_B: jax.Array
+    state: DecodeState,
+    tokens_Bn: jax.Array,
+    scores_Bn: jax.Array,
+    count_B: jax.Array,
 ) -> tuple[DecodeState, jax.Array]:
     """Appends the first `count` tokens of each row, cut at EOS and at the limit.
+
+    A broken token (`sampling.BROKEN`) ends its row too; the host raises an error.
 
     Args:
       state: its cache holds the new root's predecessors in its scratch slots.
       tokens_Bn: verified tokens.
+      scores_Bn: their log-probabilities.
       count_B: how many of them are to be emitted.
 
     Returns:
       The state, with history and cache advanced by the same count, and that count.
     """
     index_n = jnp.arange(tokens_Bn.shape[1])
-    is_eos_Bn = jnp.any(tokens_Bn[..., None] == state.eos, axis=-1)
+    is_end_Bn = jnp.any(tokens_Bn[..., None] == state.eos, axis=-1)
+    is_end_Bn |= tokens_Bn == BROKEN
     count_B = jnp.minimum(count_B, state.limit - state.length)
     count_B = jnp.where(state.done, 0, count_B)
-    ends_Bn = is_eos_Bn & (index_n < count_B[:, None])
+    ends_Bn = is_end_Bn & (index_n < count_B[:, None])
     ended_B = jnp.any(ends_Bn, axis=-1)
     count_B = jnp.where(ended_B, jnp.argmax(ends_Bn, axis=-1) + 1, count_B)
     cache = state.cache.advance(count_B.astype(jnp.int32))
     state = state.replace(
-        history=_write_tokens(state.history, tokens_Bn, state.length),
+        history=_write_behind(state.history, tokens_Bn, state.length),
+        scores=_write_behind(state.scores, scores_Bn, state.length),
         cache=cache,
         done=state.done | ended_B | (cache.length + 1 >= state.limit),
     )
     return state, count_B
 
 
-def _write_tokens(history_BS, tokens_Bn, start_B):
-    """Writes all n tokens from `start` on; those behind the count stay unread."""
+def _write_behind(values_BS, new_Bn, start_B):
+    """Writes all n values from `start` on; those behind the count stay unread."""
 
-    def row(history_S, tokens_n, start):
-        return lax.dynamic_update_slice(history_S, tokens_n, (start,))
+    def row(values_S, new_n, start):
+        return lax.dynamic_update_slice(values_S, new_n, (start,))
 
-    return jax.vmap(row)(history_BS, tokens_Bn, start_B)
+    return jax.vmap(row)(values_BS, new_Bn, start_B)

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from m2r2_jax import decoding, sharding, speculative
+from m2r2_jax.answers import Answer, StopStrings
 from m2r2_jax.cache import KVCache, grow, init_cache
-from m2r2_jax.decoding import DecodeState, Sampling
+from m2r2_jax.decoding import DecodeState
 from m2r2_jax.methods import Method
 from m2r2_jax.model import Model
+from m2r2_jax.requests import Request, make_request
+from m2r2_jax.sampling import BROKEN, Adjustments, Sampling
 
 _SLOT_STEP = 256  # Caches grow in these steps, so that shapes are few.
 _NO_STEP_LIMIT = np.iinfo(np.int32).max
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What one row of a run produced.
-
-    Attributes:
-      token_ids: emitted ids, the ending one included.
-      finish_reason: "stop" at an end-of-sequence id, "length" at the limit.
-      proposed: drafts proposed in each round (empty for plain decoding).
-      accepted: drafts accepted in each round, before any cut.
-      committed: tokens emitted in each round.
-    """
-
-    token_ids: list[int]
-    finish_reason: str
-    proposed: list[int] = dataclasses.field(default_factory=list)
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    committed: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def tau(self) -> float | None:
-        """Tokens per pass of the full model, its own token included; None if none."""
-        return len(self.token_ids) / len(self.committed) if self.committed else None
+_CHUNK = 8  # Passes between two looks at the text, for streaming and stop strings.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,16 +85,24 @@ class Session:
         """The tokens whose keys and values are in the cache, per row."""
         return [list(ids) for ids in self._cached_ids]
 
-    def plan(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Plan:
-        """What a run of these prompts would reuse, prefill and allocate.
+    def plan(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        **settings,
+    ) -> Plan:
+        """What a run of this request would reuse, prefill and allocate.
 
         Raises:
           ValueError: as `run`.
         """
-        self._validate_prompts(prompts, max_new_tokens)
-        lengths = [len(prompt) for prompt in prompts]
-        context = self.model.config.context_length
-        limits = [min(length + max_new_tokens, context) for length in lengths]
+        request = make_request(
+            self.model, self.batch, prompts, max_new_tokens, **settings
+        )
+        return self._plan(request)
+
+    def _plan(self, request: Request) -> Plan:
+        prompts = request.prompts
         # At least the last cached position is run again: drafters want its state.
         kept = [
             max(0, min(_common_prefix(prompt, cached), len(prompt) - 2))
@@ -121,11 +110,12 @@ class Session:
         ]
         longest = max(len(p) - 1 - k for p, k in zip(prompts, kept, strict=True))
         chunks = decoding.chunk_sizes(longest)
-        needed = max(max(kept) + sum(chunks), max(limits) + self._rows_per_pass)
+        longest = max(request.limits) + self._rows_per_pass
+        needed = max(max(kept) + sum(chunks), longest)
         capacity = -(-needed // _SLOT_STEP) * _SLOT_STEP
         if self._cache is not None:
             capacity = max(capacity, self._cache.capacity)
-        return Plan(tuple(kept), tuple(limits), tuple(chunks), capacity)
+        return Plan(tuple(kept), tuple(request.limits), tuple(chunks), capacity)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forgets what is cached behind the first `length` tokens of each row."""
@@ -136,74 +126,109 @@ class Session:
     def run(
         self,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        eos_ids: frozenset[int] | None = None,
         max_steps: int = _NO_STEP_LIMIT,
+        **settings,
     ) -> tuple[list[Answer], Timing]:
         """Answers one prompt per row.
 
         Args:
           prompts: B lists of token ids, none empty.
-          max_new_tokens: at most this many ids per row; fewer where the context ends.
-          temperature: 0 is greedy.
-          seed: of the sampling noise.
-          eos_ids: ids that end an answer; the tokenizer's by default, may be empty.
+          max_new_tokens: at most this many ids, for all rows or for each.
           max_steps: stop after this many passes of the full model; one pass compiles
             everything that a whole run needs.
+          **settings: of `requests.make_request`: `sampling`, `stop`, `logprobs`,
+            `eos_ids`, `truncate`.
 
         Raises:
           ValueError: for a prompt that is empty or does not fit the context, or a
             setting out of range; nothing has run then.
+          FloatingPointError: the model's logits hold a NaN.
         """
-        if not temperature >= 0:
-            raise ValueError(f"temperature {temperature} must be 0 (greedy) or more")
-        if not -(2**31) <= seed < 2**31:
-            raise ValueError(f"seed {seed} does not fit 32 bits; choose 0..{2**31 - 1}")
-        plan = self.plan(prompts, max_new_tokens)
-        eos_ids = self.model.tokenizer.eos_ids if eos_ids is None else eos_ids
-        started = time.perf_counter()
-        cache, hidden = self._prefill(prompts, plan)
-        prefilled = time.perf_counter()
-        sampling = Sampling(
-            self._place(np.full(self.batch, temperature, np.float32)),
-            self._place(np.full(self.batch, seed, np.int32)),
+        request = make_request(
+            self.model, self.batch, prompts, max_new_tokens, **settings
         )
-        state = self._state(cache, prompts, plan.limits, sampling, eos_ids)
-        state, trace = self._decode(state, hidden, np.int32(max_steps))
-        answers = self._collect(state, trace, prompts, eos_ids)
+        steps = min(max_steps, _CHUNK) if request.stop else max_steps
+        started = time.perf_counter()
+        with contextlib.closing(self._chunks(request, steps)) as chunks:
+            answers = next(chunks)
+            prefilled = time.perf_counter()
+            for passes, answers in enumerate(chunks, start=1):  # noqa: B007
+                if passes * steps >= max_steps:
+                    break
         ended = time.perf_counter()
-        self._cache = state.cache
+        return answers, Timing(prefilled - started, ended - prefilled)
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        *,
+        steps: int = _CHUNK,
+        **settings,
+    ) -> Iterator[list[Answer]]:
+        """As `run`, but gives the answers so far every few passes.
+
+        Closing the generator early leaves the cache at what was given.
+
+        Args:
+          prompts: as for `run`.
+          max_new_tokens: as for `run`.
+          steps: passes of the full model between two looks.
+          **settings: as for `run`.
+
+        Raises:
+          ValueError: as `run`, at once.
+        """
+        request = make_request(
+            self.model, self.batch, prompts, max_new_tokens, **settings
+        )
+        if steps < 1:
+            raise ValueError(f"steps {steps} must be at least 1")
+        return self._chunks(request, steps)
+
+    def _chunks(self, request: Request, steps: int) -> Iterator[list[Answer]]:
+        """The answers after prefill, empty, and then every `steps` passes."""
+        prompts, plan = request.prompts, self._plan(request)
+        cache, hidden = self._prefill(prompts, plan)
+        state = self._state(cache, request)
+        if self.method.drafter is not None:
+            state = speculative.start(self.method.drafter, self._params, state, hidden)
+        watches = [
+            StopStrings(self.model.tokenizer, request.stop, params.min_new_tokens)
+            for params in request.sampling
+        ]
+        cut: dict[int, Answer] = {}
+        answers = [Answer([], "length") for _ in prompts]
+        try:
+            yield answers
+            while not all(self._done(state)):
+                # Lost if the pass is interrupted, or broken.
+                running, state = state, None
+                running = self._advance(running, np.int32(steps))
+                found = self._collect(running, request)
+                state = running
+                for row, watch in enumerate(watches if request.stop else ()):
+                    seen = len(answers[row].token_ids)
+                    if row in cut:
+                        found[row] = cut[row]
+                    elif where := watch.feed(found[row].token_ids[seen:]):
+                        found[row] = cut[row] = found[row].cut(*where)
+                state = self._end_rows(state, list(cut)) if cut else state
+                answers = found
+                yield answers
+        finally:
+            if state is not None:
+                self._keep(state, prompts, answers)
+
+    def _keep(self, state, prompts, answers: list[Answer]) -> None:
+        """Keeps the cache for the next turn: all that was given but its last token."""
+        self._cache = _decode_state(state).cache
         self._cached_ids = [
             [*prompt, *answer.token_ids][:-1]
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        return answers, Timing(prefilled - started, ended - prefilled)
-
-    def _validate_prompts(self, prompts, max_new_tokens: int) -> None:
-        if len(prompts) != self.batch:
-            raise ValueError(
-                f"{len(prompts)} prompts for a session of {self.batch} rows"
-            )
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens {max_new_tokens} must not be negative")
-        context = self.model.config.context_length
-        vocab_size = self.model.config.vocab_size
-        for row, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(f"prompt {row} is empty; give at least one token")
-            if len(prompt) >= context:
-                raise ValueError(
-                    f"prompt {row} has {len(prompt)} tokens, the context holds "
-                    f"{context} with at least one new token; shorten the prompt"
-                )
-            if min(prompt) < 0 or max(prompt) >= vocab_size:
-                raise ValueError(
-                    f"prompt {row} has ids from {min(prompt)} to {max(prompt)}; the "
-                    f"vocabulary has 0..{vocab_size - 1}"
-                )
 
     def _prefill(self, prompts, plan: Plan) -> tuple[KVCache, jax.Array]:
         """Brings the cache to every position before each prompt's last token."""
@@ -251,47 +276,82 @@ class Session:
             return jnp.asarray(array)
         return jax.device_put(array, sharding.batched(mesh, array))
 
-    def _state(self, cache, prompts, limits, sampling, eos_ids) -> DecodeState:
+    def _state(self, cache: KVCache, request: Request) -> DecodeState:
+        prompts, limits = request.prompts, request.limits
+        lengths = np.array([len(prompt) for prompt in prompts])
         history = np.zeros((self.batch, cache.capacity), np.int32)
         for row, prompt in enumerate(prompts):
             history[row, : len(prompt)] = prompt
-        limits = np.array(limits, np.int32)
-        done = np.array([len(prompt) for prompt in prompts]) >= limits
-        eos = jnp.asarray(sorted(eos_ids), jnp.int32)
-        history, limits, done = map(self._place, (history, limits, done))
-        return DecodeState(cache, history, limits, done, eos, sampling)
+        rows = {
+            "history": history,
+            "limit": np.array(limits, np.int32),
+            "done": lengths >= np.array(limits),
+            "sampling": Sampling.stack(request.sampling),
+            "adjustments": Adjustments.stack(request.sampling, lengths),
+            "scores": np.zeros(history.shape, np.float32),
+        }
+        return DecodeState(
+            cache=cache,
+            eos=jnp.asarray(sorted(request.eos_ids), jnp.int32),
+            scored=jnp.asarray(request.logprobs),
+            **jax.tree.map(self._place, rows),
+        )
 
-    def _decode(self, state: DecodeState, hidden: jax.Array, max_steps: np.int32):
+    @property
+    def _params(self) -> dict:
+        return {"model": self.model.params, **self.method.params}
+
+    def _advance(self, state, steps: np.int32):
         config, method = self.model.config, self.method
         if method.drafter is None:
-            state = decoding.decode(
-                config, self.model.params, state, max_steps, method.rows
+            params = self.model.params
+            state = decoding.decode(config, params, state, steps, method.rows)
+        else:
+            state = speculative.speculate(
+                config, method.drafter, self._params, state, steps, method.rows
             )
-            return jax.block_until_ready(state), None
-        params = {"model": self.model.params, **method.params}
-        state = speculative.start(method.drafter, params, state, hidden)
-        state = speculative.speculate(
-            config, method.drafter, params, state, max_steps, method.rows
-        )
-        state = jax.block_until_ready(state)
-        return state.decode, jax.device_get(state.trace)
+        return jax.block_until_ready(state)
 
-    def _collect(self, state, trace, prompts, eos_ids) -> list[Answer]:
-        history, ends = jax.device_get((state.history, state.length))
+    def _done(self, state) -> np.ndarray:
+        return np.asarray(_decode_state(state).done)
+
+    def _end_rows(self, state, rows: list[int]):
+        """The state with these rows done, wherever they stand."""
+        done = self._done(state).copy()
+        done[rows] = True
+        decode = _decode_state(state).replace(done=self._place(done))
+        return decode if state is _decode_state(state) else state.replace(decode=decode)
+
+    def _collect(self, state, request: Request) -> list[Answer]:
+        """Each row's answer so far."""
+        decode = _decode_state(state)
+        arrays = decode.history, decode.length, decode.scores
+        history, ends, scores = jax.device_get(arrays)
+        trace = None if decode is state else jax.device_get(state.trace)
         answers = []
-        for row in range(self.batch):
-            ids = history[row, len(prompts[row]) : ends[row]].tolist()
-            stopped = bool(ids) and ids[-1] in eos_ids
+        for row, prompt in enumerate(request.prompts):
+            span = slice(len(prompt), ends[row])
+            ids = history[row, span].tolist()
+            if ids[-1:] == [BROKEN]:
+                raise FloatingPointError(
+                    f"the model's logits hold a NaN at position {ends[row] - 1} of row "
+                    f"{row}; load the model with dtype=jnp.float32, or check its file"
+                )
+            stopped = bool(ids) and ids[-1] in request.eos_ids
+            counts = [], [], [1] * len(ids)
+            if trace is not None:
+                rounds = int(trace.rounds[row])
+                counts = (trace.proposed, trace.accepted, trace.committed)
+                counts = [count[row, :rounds].tolist() for count in counts]
+            logprobs = scores[row, span].tolist() if request.logprobs else None
             reason = "stop" if stopped else "length"
-            if trace is None:
-                answers.append(Answer(ids, reason, committed=[1] * len(ids)))
-                continue
-            rounds = int(trace.rounds[row])
-            counts = (trace.proposed, trace.accepted, trace.committed)
-            answers.append(
-                Answer(ids, reason, *(count[row, :rounds].tolist() for count in counts))
-            )
+            answers.append(Answer(ids, reason, *counts, logprobs=logprobs))
         return answers
+
+
+def _decode_state(state) -> DecodeState:
+    """The plain state inside a draft-verify state, or the state itself."""
+    return state if isinstance(state, DecodeState) else state.decode
 
 
 def _new_cache(model: Model, batch: int, capacity: int) -> KVCache:

@@ -24,7 +24,8 @@ from jax import lax
 from m2r2_jax import compilation, decoding
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
-from m2r2_jax.decoding import DecodeState, Sampling
+from m2r2_jax.decoding import DecodeState
+from m2r2_jax.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,24 +253,47 @@ def _round(
         decode.history, decode.length, decode.root, decode.cache, decode.sampling
     )
     proposal, drafter_state, cache = drafter.propose(params, state.drafter, context)
-    hidden_BnD, target_Bn, cache = _verify(
+    verified = _verify(
         config, layout, params["model"], decode.replace(cache=cache), proposal, rows
     )
+    target_Bn, cache = verified.target, verified.cache
     best_B, accepted_B = accept(layout, proposal, target_Bn)
     path_Bn = jnp.asarray(layout.path)[best_B]
     if not layout.is_chain:
         cache = cache.commit_path(path_Bn)
-    emitted_Bn = _emitted_tokens(proposal.tokens, target_Bn, path_Bn, accepted_B)
-    next_state, count_B = decoding.emit(
-        decode.replace(cache=cache), emitted_Bn, accepted_B + 1
+    # An accepted draft is the choice behind its parent, so the choices along the path
+    # are the drafts and then the model's own token.
+    emitted = (
+        jnp.take_along_axis(found, path_Bn, axis=1)
+        for found in (target_Bn, verified.scores)
     )
-    outcome = Outcome(hidden_BnD, path_Bn, count_B)
+    next_state, count_B = decoding.emit(
+        decode.replace(cache=cache), *emitted, accepted_B + 1
+    )
+    outcome = Outcome(verified.hidden, path_Bn, count_B)
     depth_B = jnp.max(jnp.where(proposal.valid, layout.offset, 0), axis=-1)
     return SpeculativeState(
         next_state,
         drafter.update(params, drafter_state, outcome),
         _record(state.trace, depth_B, accepted_B, count_B),
     )
+
+
+@struct.dataclass
+class _Verified:
+    """What a pass found behind each row; zero in rows that were not run.
+
+    Attributes:
+      hidden: normalised final states `[B, n, D]`.
+      target: the model's choices `int32[B, n]`.
+      scores: their log-probabilities, where asked for, `f32[B, n]`.
+      cache: the rows' keys and values are in its scratch slots.
+    """
+
+    hidden: jax.Array
+    target: jax.Array
+    scores: jax.Array
+    cache: KVCache
 
 
 def _verify(
@@ -279,33 +303,35 @@ def _verify(
     state: DecodeState,
     proposal: Proposal,
     rows: int,
-) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Scores the proposal; only as many rows as it needs, of two compiled widths.
-
-    Returns:
-      Normalised final states `[B, n, D]`, the model's choice after each row `[B, n]`
-      (both zero in rows that were not run), and the cache.
-    """
+) -> _Verified:
+    """Scores the proposal; only as many rows as it needs, of two compiled widths."""
     n, (B, _) = layout.size, proposal.tokens.shape
-    D, dtype = config.width, params["embed"].dtype
-    empty = (jnp.zeros((B, n, D), dtype), jnp.zeros((B, n), jnp.int32), state.cache)
+    empty = _Verified(
+        jnp.zeros((B, n, config.width), params["embed"].dtype),
+        jnp.zeros((B, n), jnp.int32),
+        jnp.zeros((B, n)),
+        state.cache,
+    )
 
-    def run(w: int, carry):
+    def run(w: int, carry: _Verified) -> _Verified:
+        tokens_Bw = proposal.tokens[:, :w]
+        place = layout.offset[:w], layout.mask[:w, :w]
         hidden_BwD, logits_BwV, cache = decoding.score(
             config,
             params,
-            carry[2],
-            proposal.tokens[:, :w],
-            layout.offset[:w],
-            layout.mask[:w, :w],
+            carry.cache,
+            tokens_Bw,
+            *place,
             None if proposal.hidden is None else proposal.hidden[:, :w],
             layout.start_layer,
         )
-        position_Bw = state.length[:, None] + layout.offset[:w]
-        target_Bw = decoding.choose(logits_BwV, state.sampling, position_Bw)
-        return (
-            carry[0].at[:, :w].set(hidden_BwD),
-            carry[1].at[:, :w].set(target_Bw),
+        target_Bw, scores_Bw = decoding.choose_next(
+            state, logits_BwV, tokens_Bw, *place
+        )
+        return _Verified(
+            carry.hidden.at[:, :w].set(hidden_BwD),
+            carry.target.at[:, :w].set(target_Bw),
+            carry.scores.at[:, :w].set(scores_Bw),
             cache,
         )
 
@@ -348,15 +374,6 @@ def accept(
         accepted.append(accepted[parent] & proposal.valid[:, row] & agrees_B)
     depth_Bn = jnp.where(jnp.stack(accepted, axis=-1), layout.offset, -1)
     return jnp.argmax(depth_Bn, axis=-1), jnp.max(depth_Bn, axis=-1)
-
-
-def _emitted_tokens(tokens_Bn, target_Bn, path_Bn, accepted_B) -> jax.Array:
-    """The accepted drafts in order, then the model's own token: `[B, n]`."""
-    drafts_Bn = jnp.take_along_axis(tokens_Bn, jnp.roll(path_Bn, -1, axis=1), axis=1)
-    best_B1 = jnp.take_along_axis(path_Bn, accepted_B[:, None], axis=1)
-    own_B1 = jnp.take_along_axis(target_Bn, best_B1, axis=1)
-    index_n = jnp.arange(tokens_Bn.shape[1])
-    return jnp.where(index_n < accepted_B[:, None], drafts_Bn, own_B1)
 
 
 def _record(trace: Trace, proposed_B, accepted_B, count_B) -> Trace:

@@ -1,5 +1,6 @@
 """Text to token ids and back, and chat rendering, from GGUF metadata alone."""
 
+import codecs
 import functools
 import json
 import re
@@ -112,9 +113,13 @@ class Tokenizer:
             ids: token ids, [length]; one outside the vocabulary decodes to "".
             skip_special: whether control tokens decode to "" too.
         """
+        return self.token_bytes(ids, skip_special=skip_special).decode(errors="replace")
+
+    def token_bytes(self, ids: Iterable[int], *, skip_special: bool = True) -> bytes:
+        """The bytes behind `decode`."""
         tokens = [self._tokens[i] for i in ids if 0 <= i < self.vocab_size]
         kept = [t for t in tokens if not (skip_special and t in self._controls)]
-        return b"".join(map(self._token_bytes, kept)).decode(errors="replace")
+        return b"".join(map(self._bytes_of, kept))
 
     def render(
         self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
@@ -172,7 +177,7 @@ class Tokenizer:
         text.encode()  # the BPE calls a lone surrogate a TypeError and names nothing
         return self._bpe.encode(text).ids
 
-    def _token_bytes(self, token: str) -> bytes:
+    def _bytes_of(self, token: str) -> bytes:
         if token in self._units or not _BYTES.keys() >= set(token):
             return token.encode()
         return bytes(_BYTES[character] for character in token)
@@ -182,6 +187,26 @@ class Tokenizer:
         named = [k for k in ("bos_token", "eos_token") if f"{k}_id" in self._fields]
         texts = {k: self._tokens[self._fields[f"{k}_id"]] for k in named}
         return _chat_environment().from_string(self._fields["chat_template"], texts)
+
+
+class StreamDecoder:
+    """Decodes tokens as they come, never half a character.
+
+    The pieces of `push` and the one of `flush` join to what `Tokenizer.decode` gives
+    for all ids at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Text of new tokens, up to the last whole character."""
+        return self._utf8.decode(self._tokenizer.token_bytes(ids))
+
+    def flush(self) -> str:
+        """What is left of an incomplete character: U+FFFD, or nothing."""
+        return self._utf8.decode(b"", final=True)
 
 
 def _eos_ids(fields: dict[str, Any]) -> frozenset[int]:

@@ -11,11 +11,14 @@ import pytest
 
 import m2r2_jax
 from m2r2_jax import multirate, transformer
+from m2r2_jax.answers import Answer
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.drafters import MultiRateChain, PromptLookup
 from m2r2_jax.fetch import default_model_file
 from m2r2_jax.methods import EXACT_ROWS, Method
 from m2r2_jax.model import Model
-from m2r2_jax.session import Answer, Session
+from m2r2_jax.sampling import SamplingParams
+from m2r2_jax.session import Session
 
 SMOLLM2_135M = ModelConfig(
     name="SmolLM2-135M-Instruct",
@@ -106,16 +109,41 @@ def tiny_accelerators(
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
+def tiny_chain() -> Method:
+    """The M2R2 chain on random accelerators."""
+    accelerators = tiny_accelerators(2, scale=0.3, carry=0.5)
+    layers = transformer.unroll(accelerators["layers"])
+    head = multirate.draft_head(tiny_params())
+    params = {"accelerators": {**accelerators, "layers": layers}, "head": head}
+    return Method("m2r2", MultiRateChain(TINY, 2, 8, 0.3), params, rows=EXACT_ROWS)
+
+
 def unrolled(params: dict) -> dict:
     """The same parameters with one dict per layer."""
     return {**params, "blocks": transformer.unroll(params["blocks"])}
 
 
+TINY_METHODS = {
+    "plain": PLAIN,
+    "prompt_lookup": Method("lookup", PromptLookup(8, 3, 2), rows=EXACT_ROWS),
+    "m2r2": tiny_chain(),
+}
+
+
 def run_one(
     model: Model, method: Method, prompt: list[int], max_new_tokens: int, **settings
 ) -> Answer:
-    """One answer of a fresh session."""
+    """One answer of a fresh session; settings as for `drawn`."""
+    settings = drawn(**settings)
     return Session(model, method).run([prompt], max_new_tokens, **settings)[0][0]
+
+
+def drawn(*, temperature: float = 0.0, seed: int = 0, **settings) -> dict:
+    """Settings of a run, temperature and seed in the place of `sampling`; an answer
+    that reaches the end of the context is cut there.
+    """
+    how = SamplingParams(temperature=temperature, seed=seed)
+    return {"sampling": how, "truncate": "answer", **settings}
 
 
 @pytest.fixture(scope="session")

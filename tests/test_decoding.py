@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from conftest import NEVER, PLAIN, TINY, run_one
 
-from m2r2_jax import decoding, transformer
+from m2r2_jax import decoding, sampling, transformer
 from m2r2_jax.cache import init_cache
 from m2r2_jax.compilation import CompileClock
-from m2r2_jax.decoding import DecodeState, Sampling
+from m2r2_jax.decoding import DecodeState
 from m2r2_jax.methods import Method
+from m2r2_jax.sampling import Adjustments, Sampling, SamplingParams
 from m2r2_jax.session import Session
 
 PROMPT = [5, 17, 42, 3]
@@ -170,11 +171,12 @@ def test_temperature_zero_is_greedy_whatever_the_seed(tiny_model, greedy):
     assert answer.token_ids == greedy
 
 
-def sampling(temperature, seed) -> Sampling:
-    return Sampling(np.array(temperature, np.float32), np.array(seed, np.int32))
+def drawing(temperature, seed) -> Sampling:
+    rows = zip(temperature, seed, strict=True)
+    return Sampling.stack([SamplingParams(temperature=t, seed=int(s)) for t, s in rows])
 
 
-choose = jax.jit(decoding.choose)
+choose = jax.jit(sampling.choose)
 emit = jax.jit(decoding.emit)
 
 
@@ -184,11 +186,11 @@ def test_sampled_frequencies_are_the_softmax(temperature, vary):
     count, logits = 20_000, np.random.default_rng(0).normal(size=12) * 2
     if vary == "seed":
         rows = jnp.broadcast_to(jnp.float32(logits), (count, 1, 12))
-        how = sampling(np.full(count, temperature), np.arange(count))
+        how = drawing(np.full(count, temperature), np.arange(count))
         chosen = choose(rows, how, jnp.full((count, 1), 4))
     else:
         rows = jnp.broadcast_to(jnp.float32(logits), (1, count, 12))
-        chosen = choose(rows, sampling([temperature], [4]), jnp.arange(count)[None])
+        chosen = choose(rows, drawing([temperature], [4]), jnp.arange(count)[None])
     found = np.bincount(np.ravel(chosen), minlength=12) / count
     weights = np.exp(logits / temperature)
     distance = np.abs(found - weights / weights.sum()).sum() / 2
@@ -199,26 +201,26 @@ def test_sampled_frequencies_are_the_softmax(temperature, vary):
 def test_noise_depends_on_seed_and_position_alone():
     logits = jnp.float32(np.random.default_rng(0).normal(size=(1, 5, 40)))
     position = jnp.arange(5)[None]
-    alone = choose(logits, sampling([0.9], [6]), position)
+    alone = choose(logits, drawing([0.9], [6]), position)
     neighbours = jnp.concatenate([logits * 3, logits, -logits])
     among = choose(
-        neighbours, sampling([0.3, 0.9, 0.0], [1, 6, 6]), jnp.repeat(position, 3, 0)
+        neighbours, drawing([0.3, 0.9, 0.0], [1, 6, 6]), jnp.repeat(position, 3, 0)
     )
     np.testing.assert_array_equal(among[1], alone[0])
-    single = choose(logits[:, 2:3], sampling([0.9], [6]), position[:, 2:3])
+    single = choose(logits[:, 2:3], drawing([0.9], [6]), position[:, 2:3])
     np.testing.assert_array_equal(single[0], alone[0, 2:3])
 
 
 def test_greedy_rows_stay_greedy_beside_sampled_ones():
     logits = jnp.float32(np.random.default_rng(0).normal(size=(2, 50, 40)))
-    chosen = choose(logits, sampling([0.0, 5.0], [1, 1]), jnp.ones((2, 50), int))
+    chosen = choose(logits, drawing([0.0, 5.0], [1, 1]), jnp.ones((2, 50), int))
     np.testing.assert_array_equal(chosen[0], np.argmax(logits[0], axis=-1))
     assert np.mean(chosen[1] == np.argmax(logits[1], axis=-1)) < 0.5
 
 
 def test_ties_go_to_the_lowest_id():
     logits = jnp.array([[[0.0, 3.0, 3.0, 1.0, 3.0]]])
-    chosen = choose(logits, sampling([0.0], [0]), jnp.array([[0]]))
+    chosen = choose(logits, drawing([0.0], [0]), jnp.array([[0]]))
     np.testing.assert_array_equal(chosen, [[1]])
 
 
@@ -234,9 +236,14 @@ def emitted(tokens, counts, *, limits, done=None, eos=()):
         limit=np.array(limits, np.int32),
         done=np.array(done or [False] * batch),
         eos=np.array(eos, np.int32),
-        sampling=sampling([0.0] * batch, [0] * batch),
+        sampling=drawing([0.0] * batch, [0] * batch),
+        adjustments=Adjustments.stack([SamplingParams()] * batch, [3] * batch),
+        scored=np.array(False),
+        scores=np.zeros((batch, 16), np.float32),
     )
-    return emit(state, np.array(tokens, np.int32), np.array(counts, np.int32))
+    tokens = np.array(tokens, np.int32)
+    scores = np.zeros(tokens.shape, np.float32)
+    return emit(state, tokens, scores, np.array(counts, np.int32))
 
 
 def check(state, counts, expected_counts, expected_done):
@@ -287,7 +294,7 @@ def test_decode_stops_when_every_row_is_done(tiny_model):
     """A batch runs as long as its longest row; the others hold their last state."""
     session = Session(tiny_model, PLAIN, batch=2)
     prompts = [PROMPT, list(range(TINY.context_length - 2))]
-    (short, long), _ = session.run(prompts[::-1], 6)
+    (short, long), _ = session.run(prompts[::-1], 6, truncate="answer")
     assert (len(short.token_ids), len(long.token_ids)) == (2, 6)
     assert long.token_ids == run_one(tiny_model, PLAIN, PROMPT, 6).token_ids
 

@@ -9,11 +9,11 @@ from conftest import TINY, tiny_accelerators, tiny_params, unrolled
 
 from m2r2_jax import decoding, multirate, transformer
 from m2r2_jax.cache import init_cache
-from m2r2_jax.decoding import Sampling
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
+from m2r2_jax.sampling import Sampling, SamplingParams
 from m2r2_jax.speculative import Context
 
-GREEDY = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32))
+GREEDY = Sampling.stack([SamplingParams()])
 
 
 def context(text: list[int], cache=None, slots: int = 16) -> Context:

@@ -1,16 +1,23 @@
 """Tests of `generate` with the default model, on answers of a few tokens."""
 
+import dataclasses
+
 import pytest
 
 import m2r2_jax
-from m2r2_jax import generation
-from m2r2_jax.generation import Generation, encode_prompt, generate
+from m2r2_jax import chat, generation
+from m2r2_jax.generation import (
+    Generation,
+    encode_prompt,
+    generate,
+    stream_generate,
+)
 
 
 @pytest.fixture(autouse=True)
 def loaded_once(default_model, monkeypatch):
     """The model that `generate` loads by itself is the one of the other tests."""
-    monkeypatch.setattr(generation, "_default_model", lambda: default_model)
+    monkeypatch.setattr(generation, "default_model", lambda: default_model)
 
 
 def test_text_in_text_out_and_nothing_printed(capfd):
@@ -70,12 +77,90 @@ def test_seed_decides_a_sampled_text(default_model):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_pieces_of_a_stream_join_to_the_text(default_model):
+    settings = {"max_new_tokens": 40, "method": "m2r2"}
+    pieces = list(stream_generate("Count to five.", default_model, **settings))
+    whole = generate("Count to five.", default_model, details=True, **settings)
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [id for piece in pieces for id in piece.token_ids] == whole.token_ids
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == whole.finish_reason
+    assert len(pieces) > 2
+
+
+def test_a_stream_never_shows_the_beginning_of_its_stop_string(default_model):
+    question = "What is the capital of France?"
+    for stop in (["is Paris"], ["of Fra", "Paris."], ["nowhere"]):
+        whole = generate(question, default_model, stop=stop, details=True)
+        pieces = list(stream_generate(question, default_model, stop=stop))
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert whole.finish_reason == pieces[-1].finish_reason == "stop"
+        assert not any(s in whole.text for s in stop)
+    assert generate(question, default_model, stop=["is Paris"]) == (
+        "The capital of France "
+    )
+
+
+def test_log_probabilities_come_with_the_ids(default_model):
+    settings = {"max_new_tokens": 10, "details": True, "logprobs": True}
+    drafted, plain = (
+        generate("Hi", default_model, method=method, **settings)
+        for method in ("m2r2", "autoregressive")
+    )
+    assert len(drafted.logprobs) == len(drafted.token_ids)
+    assert drafted.logprobs == pytest.approx(plain.logprobs, abs=1e-3)
+    assert -3 < max(drafted.logprobs) <= 0
+
+
+def test_a_chat_remembers_and_equals_the_conversation_written_out(default_model):
+    talk = chat(default_model)
+    first = talk.send("What is the capital of France?", 20)
+    assert first == "The capital of France is Paris."
+    second = talk.send("And of Italy?", 12)
+    assert second == generate(talk.messages[:-1], default_model, max_new_tokens=12)
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
+
+
+def test_a_chat_goes_on_after_an_answer_that_was_not_taken_to_its_end(default_model):
+    talk = chat(default_model, system="You are brief.", method="m2r2")
+    stream = talk.stream("Tell me about the sea.", 60)
+    given = next(stream).text + next(stream).text
+    stream.close()
+    assert talk.messages[-1] == {"role": "assistant", "content": given}
+    answer = talk.send("Go on.", 12)
+    assert answer == generate(talk.messages[:-1], default_model, max_new_tokens=12)
+
+
+def test_a_refused_turn_leaves_a_chat_as_it_was(default_model):
+    talk = chat(default_model)
+    for text, settings, message in [
+        (" ", {}, "is empty"),
+        (7, {}, "is empty"),
+        ("Hi", {"top_p": 2.0}, "top_p 2.0"),
+        ("Hi", {"max_new_tokens": 9000}, "the context holds 8192"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            talk.send(text, **settings)
+    assert talk.messages == []
+
+
+def test_a_model_without_a_template_cannot_chat(default_model):
+    class Plain:
+        has_chat_template = False
+
+    model = dataclasses.replace(default_model, tokenizer=Plain())
+    with pytest.raises(ValueError, match="has no chat template; use generate"):
+        chat(model)
+
+
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
         ("", {}, "prompt is empty"),
         (" \n", {}, "prompt is empty"),
         ([], {}, "messages is"),
+        (5, {}, "messages is 5"),
+        (None, {}, "messages is None"),
         ([{"role": "user"}], {}, "message 0"),
         (
             "Hi",
@@ -85,6 +170,7 @@ def test_seed_decides_a_sampled_text(default_model):
         ("Hi", {"max_new_tokens": -1}, "max_new_tokens -1"),
         ("Hi", {"temperature": -1.0}, "temperature -1.0"),
         ("word " * 9000, {}, "the context holds 8192"),
+        ("Hi", {"max_new_tokens": 8192}, "8192 new ones, the context holds 8192"),
     ],
 )
 def test_mistakes_are_refused(default_model, prompt, settings, message):

@@ -1,7 +1,6 @@
 """Tests of sessions: what a turn reuses, how the cache grows, what is refused."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -9,37 +8,25 @@ from conftest import (
     NEVER,
     PLAIN,
     TINY,
+    TINY_METHODS,
     StubTokenizer,
     run_one,
-    tiny_accelerators,
-    tiny_params,
 )
 
-from m2r2_jax import decoding, session, transformer
-from m2r2_jax.drafters import MultiRateChain, PromptLookup
+from m2r2_jax import decoding, session
+from m2r2_jax.drafters import PromptLookup
 from m2r2_jax.methods import EXACT_ROWS, Method
 from m2r2_jax.model import Model
-from m2r2_jax.multirate import draft_head
+from m2r2_jax.sampling import SamplingParams
 from m2r2_jax.session import Session
 
 PROMPT = [5, 17, 42, 3]
 NEXT_TURN = [11, 12, 13]
 
 
-def m2r2() -> Method:
-    accelerators = tiny_accelerators(2, scale=0.3, carry=0.5)
-    layers = transformer.unroll(accelerators["layers"])
-    head = draft_head(tiny_params())
-    params = {"accelerators": {**accelerators, "layers": layers}, "head": head}
-    return Method("m2r2", MultiRateChain(TINY, 2, 8, 0.3), params, rows=EXACT_ROWS)
-
-
-METHODS = {
-    "plain": PLAIN,
-    "prompt_lookup": Method("lookup", PromptLookup(8, 3, 2), rows=EXACT_ROWS),
-    "m2r2": m2r2(),
-}
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+every_method = pytest.mark.parametrize(
+    "method", TINY_METHODS.values(), ids=TINY_METHODS
+)
 
 
 def ids_of(session: Session, prompt: list[int], count: int = 20) -> list[int]:
@@ -149,7 +136,7 @@ def test_cached_ids_are_a_copy(tiny_model):
     [
         ([4], 20, session.Plan((0,), (24,), (16,), 256)),
         ([1], 0, session.Plan((0,), (1,), (), 256)),
-        ([240, 4], 20, session.Plan((0, 0), (247, 24), (256,), 256)),
+        ([240, 4], [7, 20], session.Plan((0, 0), (247, 24), (256,), 256)),
     ],
 )
 def test_plan_of_a_new_session(tiny_model, lengths, count, expected):
@@ -192,16 +179,27 @@ def used_session(tiny_model, monkeypatch):
     ("prompts", "count", "settings", "message"),
     [
         ([[]], 5, {}, "prompt 0 is empty"),
-        ([[1] * 247], 5, {}, r"prompt 0 has 247 tokens, the context holds 247"),
-        ([[1] * 900], 5, {}, r"prompt 0 has 900 tokens, the context holds 247"),
+        ([[1] * 247], 5, {}, r"prompt 0 has 247 tokens and may get 5 new ones"),
+        ([[1] * 900], 5, {}, r"900 tokens .* the context holds 247; shorten the"),
         ([[1, 300]], 5, {}, r"ids from 1 to 300; the vocabulary has 0\.\.299"),
         ([[1, -1]], 5, {}, r"ids from -1 to 1"),
         ([[1]], -1, {}, "max_new_tokens -1"),
         ([[1], [2]], 5, {}, "2 prompts for a session of 1 rows"),
         ([], 5, {}, "0 prompts for a session of 1 rows"),
-        ([[1]], 5, {"temperature": -0.5}, "temperature -0.5"),
-        ([[1]], 5, {"temperature": math.nan}, "temperature nan"),
-        ([[1]], 5, {"seed": 2**31}, "seed 2147483648"),
+        ([[1]], 5, {"sampling": [SamplingParams()] * 2}, "2 values of sampling"),
+        ([[1]], [5, 5], {}, "2 values of max_new_tokens"),
+        (
+            [[1]],
+            5,
+            {"sampling": SamplingParams(logit_bias={300: 1.0})},
+            r"logit_bias names id 300; the vocabulary has 0\.\.299",
+        ),
+        ([[1]], 5, {"stop": "x"}, "stop 'x' must be a list"),
+        ([[1]], 5, {"stop": [""]}, "non-empty"),
+        ([[1]], 5, {"truncate": "middle"}, "truncate 'middle' is none of answer"),
+        ([[1] * 240], 8, {}, r"240 tokens and may get 8 new ones, the context holds"),
+        ([[1] * 247], 5, {"truncate": "answer"}, "the context holds 247"),
+        ([[1] * 4], 247, {"truncate": "prompt"}, "the context holds 247"),
     ],
 )
 def test_mistakes_are_refused_before_any_work(

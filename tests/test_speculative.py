@@ -10,16 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import NEVER, PLAIN, TINY, run_one, tiny_accelerators, tiny_params
+from conftest import (
+    NEVER,
+    PLAIN,
+    TINY,
+    drawn,
+    run_one,
+    tiny_accelerators,
+    tiny_params,
+)
 from scripted_drafters import ALL, NONE, Scripted, accepted_depths, script
 
 from m2r2_jax import decoding, speculative, transformer
 from m2r2_jax.cache import init_cache
 from m2r2_jax.compilation import CompileClock
-from m2r2_jax.decoding import Sampling
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
 from m2r2_jax.methods import EXACT_ROWS, Method
 from m2r2_jax.multirate import draft_head
+from m2r2_jax.requests import make_request
 from m2r2_jax.session import Session
 from m2r2_jax.speculative import Layout, Proposal
 
@@ -115,7 +123,7 @@ def run(model, plain, name, prompt, count, **settings):
     room = TINY.context_length - len(prompt)
     truth = prompt + plain(prompt, min(count + 9, room), **free)
     session = Session(model, METHODS[name]([truth]))
-    (answer,), _ = session.run([prompt], count, **settings)
+    (answer,), _ = session.run([prompt], count, **drawn(**settings))
     return expected, answer, session
 
 
@@ -238,7 +246,7 @@ def test_answer_ends_at_the_context_end(tiny_model, plain, name, room):
     text = PROMPTS[0] + plain(PROMPTS[0], TINY.context_length)
     assert len(text) == TINY.context_length
     session = Session(tiny_model, METHODS[name]([text]))
-    (answer,), _ = session.run([text[:-room]], 50)
+    (answer,), _ = session.run([text[:-room]], 50, truncate="answer")
     assert answer.token_ids == text[-room:]
     assert answer.finish_reason == "length"
     assert session._cache.capacity == 256, "this is meant to fill the smallest cache"
@@ -298,7 +306,7 @@ def test_i6_ragged_rows_equal_their_own_runs(tiny_model, plain, name, temperatur
     settings = {"temperature": temperature, "seed": 4}
     truths = [prompt + plain(prompt, 49, **settings) for prompt in RAGGED]
     session = Session(tiny_model, METHODS[name](truths), batch=3)
-    answers, _ = session.run(RAGGED, 40, **settings)
+    answers, _ = session.run(RAGGED, 40, **drawn(**settings))
     for prompt, answer in zip(RAGGED, answers, strict=True):
         expected, alone, _ = run(tiny_model, plain, name, prompt, 40, **settings)
         assert answer.token_ids == expected
@@ -318,7 +326,7 @@ def test_i6_rows_end_one_by_one(tiny_model, plain):
     truths = [prompt + plain(prompt, 39) for prompt in prompts]
     for name in ("chain-mixed", "tree-moving"):
         session = Session(tiny_model, METHODS[name](truths), batch=3)
-        answers, _ = session.run(prompts, 30, eos_ids=ends)
+        answers, _ = session.run(prompts, 30, eos_ids=ends, truncate="answer")
         assert [answer.token_ids for answer in answers] == expected
         texts = [p + a.token_ids for p, a in zip(prompts, answers, strict=True)]
         assert_cache_is_fresh_prefill(session, texts)
@@ -407,10 +415,9 @@ def test_update_is_told_the_state_of_the_token_before_the_root(
     params = {"model": tiny_model.params, **told}
     for rounds in range(1, 6):
         session = Session(tiny_model, Method("scripted", drafter, told, EXACT_ROWS))
-        plan = session.plan([prompt], 40)
-        cache, hidden = session._prefill([prompt], plan)
-        how = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32))
-        state = session._state(cache, [prompt], plan.limits, how, NEVER)
+        request = make_request(tiny_model, 1, [prompt], 40, eos_ids=NEVER)
+        cache, hidden = session._prefill([prompt], session.plan([prompt], 40))
+        state = session._state(cache, request)
         state = speculative.start(drafter, params, state, hidden)
         state = speculative.speculate(
             TINY, drafter, params, state, np.int32(rounds), EXACT_ROWS

@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from m2r2_jax.text import Tokenizer
+from m2r2_jax.text import StreamDecoder, Tokenizer
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "tokenizer.json").read_text(encoding="utf-8")
@@ -345,3 +345,22 @@ def test_smollm_contents_cannot_inject_control_tokens(smollm):
     ids = smollm.encode_chat([{"role": "user", "content": content}])
     assert [i for i in ids if i <= 16] == [i for i in plain if i <= 16]
     assert content in smollm.decode(ids)
+
+
+def test_streamed_pieces_join_to_the_whole_and_hold_no_half_character(smollm):
+    text = "naïve 😀 日本語 👩‍👩‍👧 done"
+    ids = smollm.encode(text)
+    for size in (1, 2, 5):
+        decoder = StreamDecoder(smollm)
+        pieces = [decoder.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+        assert all("\ufffd" not in piece for piece in pieces)
+        assert "".join(pieces) + decoder.flush() == smollm.decode(ids) == text
+    assert len(ids) > len("".join(pieces).split())
+
+
+def test_a_stream_cut_inside_a_character_flushes_what_decode_shows(smollm):
+    ids = smollm.encode("a😀")
+    for end in range(1, len(ids) + 1):
+        decoder = StreamDecoder(smollm)
+        streamed = "".join(decoder.push([id]) for id in ids[:end])
+        assert streamed + decoder.flush() == smollm.decode(ids[:end])

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from m2r2_jax import decoding, multirate, transformer
+from m2r2_jax import multirate, sampling, transformer
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
 from m2r2_jax.layers import linear
@@ -87,10 +87,10 @@ class MultiRateChain:
             return row + 1, self._extend(params, context, row, draft, fast_BD)
 
         _, draft = lax.while_loop(confident, step, (jnp.int32(0), draft))
-        # The last draft needs its early layers too, but no draft of its own: no head.
+        # The last draft needs its early layers too, but no draft of its own.
         draft = run_if(
             jnp.any(draft.valid[:, self.length]),
-            lambda draft: self._pass(params, self.length, draft)[0],
+            lambda draft: self._slow_pass(params, self.length, draft),
             draft,
         )
         return Proposal(draft.tokens, draft.valid, draft.hidden), state, draft.cache
@@ -111,12 +111,7 @@ class MultiRateChain:
           The draft with the row's hand-over state, and p[X], `[B, D]`.
         """
         model, accelerators = params["model"], params["accelerators"]
-        ahead = draft.cache.advance(row)
-        rows = transformer.cached_rows(
-            self.config, ahead, np.zeros(1, np.int32), np.ones((1, 1), bool)
-        )
-        token_B1 = lax.dynamic_slice_in_dim(draft.tokens, row, 1, axis=1)
-        embedded_B1D = transformer.embed(model, token_B1)
+        embedded_B1D, rows, ahead = self._next_row(model, row, draft)
         slow_B1D, fast_B1D, ahead = multirate.run_both(
             self.config,
             model["blocks"],
@@ -127,9 +122,27 @@ class MultiRateChain:
             ahead,
             self.exit_layer,
         )
-        hidden_BnD = lax.dynamic_update_slice(draft.hidden, slow_B1D, (0, row, 0))
-        cache = ahead.replace(length=draft.cache.length)
-        return draft.replace(hidden=hidden_BnD, cache=cache), fast_B1D[:, 0]
+        return _hand_over(draft, row, slow_B1D, ahead), fast_B1D[:, 0]
+
+    def _slow_pass(self, params: dict, row: int, draft: _Draft) -> _Draft:
+        """As `_pass`, for a row that drafts nothing: no accelerated stream."""
+        model = params["model"]
+        x_B1D, rows, ahead = self._next_row(model, row, draft)
+        slow_B1D, ahead = transformer.run_layers(
+            self.config, model["blocks"], x_B1D, rows, ahead, 0, self.exit_layer
+        )
+        return _hand_over(draft, row, slow_B1D, ahead)
+
+    def _next_row(
+        self, model: dict, row: jax.Array | int, draft: _Draft
+    ) -> tuple[jax.Array, transformer.Rows, KVCache]:
+        """A row's embedded token, its place, and the cache up to it."""
+        ahead = draft.cache.advance(row)
+        rows = transformer.cached_rows(
+            self.config, ahead, np.zeros(1, np.int32), np.ones((1, 1), bool)
+        )
+        token_B1 = lax.dynamic_slice_in_dim(draft.tokens, row, 1, axis=1)
+        return transformer.embed(model, token_B1), rows, ahead
 
     def _extend(
         self,
@@ -148,7 +161,7 @@ class MultiRateChain:
             jnp.float32
         )
         position_B1 = (context.length + row)[:, None]
-        drafted_B1 = decoding.choose(
+        drafted_B1 = sampling.choose(
             logits_BH[:, None], context.sampling, position_B1, head
         )
         best_B1 = jnp.take_along_axis(logits_BH, head.slot[drafted_B1], axis=1)
@@ -163,3 +176,12 @@ class MultiRateChain:
             ),
             carried=exit_BD,
         )
+
+
+def _hand_over(
+    draft: _Draft, row: jax.Array | int, slow_B1D: jax.Array, ahead: KVCache
+) -> _Draft:
+    """The draft with a row's h[X], and its early keys and values in the scratch."""
+    hidden_BnD = lax.dynamic_update_slice(draft.hidden, slow_B1D, (0, row, 0))
+    cache = ahead.replace(length=draft.cache.length)
+    return draft.replace(hidden=hidden_BnD, cache=cache)

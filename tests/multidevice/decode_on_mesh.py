@@ -13,6 +13,7 @@ from conftest import PLAIN, TINY, StubTokenizer, tiny_params, unrolled
 from m2r2_jax import sharding
 from m2r2_jax.methods import Method, build_method
 from m2r2_jax.model import Model
+from m2r2_jax.sampling import SamplingParams
 from m2r2_jax.session import Session
 from m2r2_jax.transformer import weight_specs
 
@@ -50,9 +51,10 @@ class Watched(Session):
     """A session that notes where the last state of its loop lies."""
 
     def _collect(self, state, *arguments):
-        self.spread = {"keys": spread(state.cache.keys[0])}
-        self.spread["history"] = spread(state.history)
-        self.spread["length"] = spread(state.cache.length)
+        decode = getattr(state, "decode", state)
+        self.spread = {"keys": spread(decode.cache.keys[0])}
+        self.spread["history"] = spread(decode.history)
+        self.spread["length"] = spread(decode.cache.length)
         return super()._collect(state, *arguments)
 
 
@@ -69,7 +71,8 @@ def turns(model: Model, name: str, batch: int, temperature: float) -> dict:
     session = Watched(model, method_of(name, model), batch=batch)
     prompts, ids = PROMPTS[:batch], []
     for _ in range(2):
-        answers, _ = session.run(prompts, 24, temperature=temperature, seed=3)
+        how = SamplingParams(temperature=temperature, seed=3)
+        answers, _ = session.run(prompts, 24, sampling=how)
         ids.append([answer.token_ids for answer in answers])
         prompts = [[*p, *new, 11, 12] for p, new in zip(prompts, ids[-1], strict=True)]
     return {"ids": ids, "spread": session.spread}
