@@ -13,10 +13,10 @@ import resource
 import sys
 
 import jax
-import numpy as np
 from tqdm.auto import tqdm
 
 from experiments import report
+from experiments.margins import logit_margin
 from experiments.progress import Progress
 from experiments.prompts import Prompt, load_prompts
 from experiments.report import Turn
@@ -32,7 +32,6 @@ from m2r2_jax import (
 )
 from m2r2_jax.compilation import CompileClock
 from m2r2_jax.sharding import batch_size, make_mesh
-from m2r2_jax.transformer import forward
 
 EXACT_REFERENCE = "autoregressive_exact"
 
@@ -225,7 +224,7 @@ def _record(
         results = [r for r in progress.results() if r["method"] == method.name]
         row = report.summarise(method.name, turns, "autoregressive", reference)
         for divergence in row["divergences"]:
-            divergence["margin"] = _margin(model, divergence.pop("prefix"))
+            divergence["margin"] = logit_margin(model, divergence.pop("prefix"))
         row["compile_seconds"] = sum(r["compile_seconds"] for r in results)
         row["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in results)
         row["trainable_parameters"] = method.trainable_parameters
@@ -246,15 +245,6 @@ def _record(
         "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
         "methods": rows,
     }
-
-
-def _margin(model: Model, prefix: list[int]) -> float:
-    """Gap between the two best logits after a prefix, from one uncached pass."""
-    padded = np.zeros((1, -(-len(prefix) // 256) * 256), np.int32)
-    padded[0, : len(prefix)] = prefix
-    logits = jax.jit(forward, static_argnums=0)(model.config, model.params, padded)
-    best = np.partition(np.asarray(logits[0, len(prefix) - 1]), -2)[-2:]
-    return float(best[1] - best[0])
 
 
 def peak_memory_bytes() -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import metrics
+from experiments.plots import save_figure
 from m2r2_jax import Answer
 
 _COLUMNS = (
@@ -165,6 +166,12 @@ def summary(record: dict) -> str:
         f"Peak memory {memory:.2f} GB, compilation {compiling:.0f} s.",
     ]
     lines += [f"{m['method']}: {m['note']}." for m in record["methods"] if m["note"]]
+    lines += [
+        f"{m['method']}: slower than plain decoding here; its drafts cost more than "
+        "they save."
+        for m in record["methods"]
+        if m["speedup"] < 1 and m["acceptance_by_position"]
+    ]
     for method in record["methods"]:
         lines += [
             f"{method['method']}: prompt {d['prompt_id']}, turn {d['turn'] + 1}, "
@@ -197,7 +204,6 @@ def answer_lines(turns: Sequence[Turn]) -> str:
 
 def write(out: Path, record: dict, turns: Sequence[Turn]) -> None:
     """Writes results.json, answers.jsonl, results.md and results.png into a folder."""
-    out.mkdir(parents=True, exist_ok=True)
     write_text(out / "answers.jsonl", answer_lines(turns))
     write_text(out / "results.md", summary(record))
     _plot(out / "results.png", record)
@@ -206,6 +212,7 @@ def write(out: Path, record: dict, turns: Sequence[Turn]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file at once: a reader, or a crash, never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
@@ -213,34 +220,27 @@ def write_text(path: Path, text: str) -> None:
 
 def _plot(path: Path, record: dict) -> None:
     """Speed-up of each method, and its acceptance by position."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     methods = record["methods"]
     names = [method["method"] for method in methods]
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(10, 3.6), layout="constrained"
-    )
-    bars = left.barh(names, [method["speedup"] for method in methods], color="#4477aa")
-    left.bar_label(bars, fmt="%.2fx", padding=3)
-    left.axvline(1, color="black", linewidth=0.8)
-    left.invert_yaxis()
-    left.margins(x=0.15)
-    left.set_xlabel("tokens/s over plain decoding")
-    for method in methods:
-        rates = method["acceptance_by_position"]
-        if rates:
-            positions = range(1, len(rates) + 1)
-            right.plot(positions, rates, marker="o", label=method["method"])
-    right.set_xlabel("draft position")
-    right.set_ylabel("accepted, given all before")
-    right.set_ylim(0, 1)
-    if right.lines:
-        right.legend()
-    figure.suptitle(f"{record['model']}, {record['prompts']} prompts")
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(aside, format="png", dpi=120)
-    pyplot.close(figure)
-    os.replace(aside, path)
+
+    def draw(figure) -> None:
+        left, right = figure.subplots(1, 2)
+        speedups = [method["speedup"] for method in methods]
+        bars = left.barh(names, speedups, color="#4477aa")
+        left.bar_label(bars, fmt="%.2fx", padding=3)
+        left.axvline(1, color="black", linewidth=0.8)
+        left.invert_yaxis()
+        left.margins(x=0.15)
+        left.set_xlabel("tokens/s over plain decoding")
+        for method in methods:
+            if rates := method["acceptance_by_position"]:
+                positions = range(1, len(rates) + 1)
+                right.plot(positions, rates, marker="o", label=method["method"])
+        right.set_xlabel("draft position")
+        right.set_ylabel("accepted, given all before")
+        right.set_ylim(0, 1)
+        if right.lines:
+            right.legend()
+        figure.suptitle(f"{record['model']}, {record['prompts']} prompts")
+
+    save_figure(path, draw)

@@ -88,6 +88,22 @@ EXPERIMENTS = {
         (),
         8,
     ),
+    "batches": Experiment(
+        "speed and tau as more rows decode together",
+        _run_of("experiments.batches"),
+        ("autoregressive", "prompt_lookup", "m2r2"),
+        16,
+    ),
+    "correctness": Experiment(
+        "every drafter against plain decoding: exact, one row, bf16",
+        _run_of("experiments.correctness"),
+        METHOD_NAMES,
+        8,
+    ),
+    "profile": Experiment(
+        "where a step and a round spend their time here",
+        _run_of("experiments.profile"),
+    ),
     "sweep": Experiment(
         "exit depth, rank and head size, in one table", _run_of("experiments.sweep")
     ),

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from pathlib import Path
 
 import numpy as np
 
+from experiments.costs import seconds_a_round
 from experiments.models import load_for_batches
 from experiments.options import read_options
 from experiments.report import write_text
 from experiments.suite import Settings
 from experiments.train import Trainer, TrainOptions
-from m2r2_jax import Method, Model, Session, build_method, load
+from m2r2_jax import Model, build_method, load
 from m2r2_jax.labels import LabelStore
 
-_ROUNDS, _REPEATS = 24, 5
 _LENGTHS = (1, 2, 3, 4)
 _COLUMNS = (
     "exit",
@@ -98,7 +97,7 @@ def _costs(model: Model, path: str, acceptance: list[float]) -> dict:
         for k in _LENGTHS
     ]
     verifying = [build_method("random_draft", model, length=k) for k in _LENGTHS]
-    seconds = _interleaved(model, [plain, *drafting, *verifying])
+    seconds = seconds_a_round(model, [plain, *drafting, *verifying])
     step, rounds = seconds[0], np.array(seconds[1 : 1 + len(_LENGTHS)]) / seconds[0]
     verified = np.array(seconds[1 + len(_LENGTHS) :]) / step
     taus = 1 + np.cumsum(np.cumprod(acceptance))[: len(_LENGTHS)]
@@ -115,19 +114,6 @@ def _costs(model: Model, path: str, acceptance: list[float]) -> dict:
         "best_length": _LENGTHS[best],
         "predicted_speedup": float(speedups[best]),
     }
-
-
-def _interleaved(model: Model, methods: list[Method]) -> list[float]:
-    """Median seconds a round of each method, all taking turns on one prompt."""
-    text = "Tell me about the history of the printing press, step by step."
-    prompt = model.tokenizer.encode_chat([{"role": "user", "content": text}])
-    sessions = [Session(model, method) for method in methods]
-    taken: list[list[float]] = [[] for _ in methods]
-    for _ in range(1 + _REPEATS):
-        for session, times in zip(sessions, taken, strict=True):
-            answers, timing = session.run([prompt], 200, max_steps=_ROUNDS)
-            times.append(timing.decode_seconds / len(answers[0].committed))
-    return [statistics.median(times[1:]) for times in taken]
 
 
 def _table(rows: list[dict]) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from experiments.plots import save_figure
 from experiments.report import write_text
 
 
@@ -33,29 +34,22 @@ def read_log(path: Path) -> Iterator[dict]:
 
 
 def plot(folder: Path) -> None:
-    """Loss and held-out acceptance over steps, as `curve.png`, given matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no curve: matplotlib is not installed")
-        return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    """Loss and held-out acceptance over steps, as `curve.png`."""
     rows = list(read_log(folder / "log.jsonl"))
     evaluated = [row for row in rows if "acceptance" in row]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    left.plot([row["step"] for row in rows], [row["loss"] for row in rows])
-    left.set(xlabel="step", ylabel="loss", yscale="log")
-    for position in range(len(evaluated[-1]["acceptance"])):
-        right.plot(
-            [row["step"] for row in evaluated],
-            [row["acceptance"][position] for row in evaluated],
-            marker=".",
-            label=f"draft {position + 1}",
-        )
-    right.set(xlabel="step", ylabel="held-out acceptance given all before")
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "curve.png", dpi=120)
-    pyplot.close(figure)
+
+    def draw(figure) -> None:
+        left, right = figure.subplots(1, 2)
+        left.plot([row["step"] for row in rows], [row["loss"] for row in rows])
+        left.set(xlabel="step", ylabel="loss", yscale="log")
+        for position in range(len(evaluated[-1]["acceptance"])):
+            right.plot(
+                [row["step"] for row in evaluated],
+                [row["acceptance"][position] for row in evaluated],
+                marker=".",
+                label=f"draft {position + 1}",
+            )
+        right.set(xlabel="step", ylabel="held-out acceptance given all before")
+        right.legend()
+
+    save_figure(folder / "curve.png", draw)

@@ -28,16 +28,19 @@ _SUM_ROWS = 4
 _COLUMNS = 16
 
 
-def linear(x: jax.Array, weight: jax.Array, products: str = "plain") -> jax.Array:
+def linear(
+    x: jax.Array, weight: jax.Array, products: str = "plain", dtype=None
+) -> jax.Array:
     """Multiplies rows by a weight stored `[out..., in]`, as checkpoints store it.
 
     This layout is also the fastest on CPU at the row counts of decoding. Operands are
-    taken in the weight's dtype, sums are f32, the result has the rows' dtype.
+    taken in the weight's dtype, sums are f32.
 
     Args:
       x: `[..., in]`.
       weight: `[out..., in]`.
       products: as in `ModelConfig`.
+      dtype: of the result; the rows' by default.
 
     Returns:
       `[..., out...]`.
@@ -46,12 +49,13 @@ def linear(x: jax.Array, weight: jax.Array, products: str = "plain") -> jax.Arra
     # same product took seven times as long.
     matrix = weight.reshape(-1, weight.shape[-1])
     product = _way(products, x, matrix)(x.reshape(-1, x.shape[-1]), matrix)
+    product = product.astype(dtype or x.dtype)
     return product.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """As `linear`, by a weight stored `[in, out]`."""
-    product = _product(x.reshape(-1, x.shape[-1]), weight, 0)
+    product = _product(x.reshape(-1, x.shape[-1]), weight, 0).astype(x.dtype)
     return product.reshape(*x.shape[:-1], weight.shape[-1])
 
 
@@ -88,7 +92,7 @@ def _fused_sums(x_Ri: jax.Array, weight_oi: jax.Array) -> jax.Array:
         return tuple(a + b for a, b in zip(left, right, strict=True))
 
     sums = lax.reduce(tuple(terms), (jnp.float32(0),) * count, add, (1,))
-    return jnp.stack(sums[: len(x_Ri)]).astype(x_Ri.dtype)
+    return jnp.stack(sums[: len(x_Ri)])
 
 
 def _as_columns(x_Ri: jax.Array, weight_oi: jax.Array, width: int = 0) -> jax.Array:
@@ -101,8 +105,7 @@ def _as_columns(x_Ri: jax.Array, weight_oi: jax.Array, width: int = 0) -> jax.Ar
     width = width or max(4, 1 << (count - 1).bit_length())
     rows = jnp.pad(x_Ri.astype(weight_oi.dtype), ((0, width - count), (0, 0)))
     # The barrier keeps XLA from turning the product back.
-    columns = lax.optimization_barrier(_dot(weight_oi, rows, 1, 1))
-    return columns.T[:count].astype(x_Ri.dtype)
+    return lax.optimization_barrier(_dot(weight_oi, rows, 1, 1)).T[:count]
 
 
 def _exact_product(x_Ri: jax.Array, weight_oi: jax.Array) -> jax.Array:
@@ -120,8 +123,7 @@ def _exact_product(x_Ri: jax.Array, weight_oi: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x_Ri: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
-    product = _dot(x_Ri.astype(weight.dtype), weight, 1, axis)
-    return product.astype(x_Ri.dtype)
+    return _dot(x_Ri.astype(weight.dtype), weight, 1, axis)
 
 
 def _product_forward(x_Ri, weight, axis):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 
 import jax
@@ -55,7 +56,8 @@ def load(
     Args:
       path: a GGUF file of dense Llama architecture; None is the default model,
         SmolLM2-135M-Instruct, fetched on first use.
-      dtype: of the blocks' matrices; f32 on CPU and bf16 elsewhere by default.
+      dtype: of the blocks' matrices; f32 on CPU and bf16 elsewhere by default. f16
+        overflows in many models: it gives a warning.
       stream_dtype: of everything else, the residual stream and the cache included;
         that of the matrices by default. f32 beside bf16 matrices is what a CPU with
         bf16 units runs fastest in large batches.
@@ -68,6 +70,12 @@ def load(
       ValueError: a file that is not supported, incomplete or inconsistent.
     """
     _enable_compilation_cache()
+    if jnp.float16 in (dtype, stream_dtype):
+        warnings.warn(
+            "float16 holds numbers up to 65504, which activations of models trained in "
+            "bfloat16 exceed; use dtype=jnp.bfloat16 or jnp.float32",
+            stacklevel=2,
+        )
     backend = jax.default_backend()
     dtype = dtype or (jnp.float32 if backend == "cpu" else jnp.bfloat16)
     unrolled = backend != "tpu" if unrolled is None else unrolled

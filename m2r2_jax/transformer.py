@@ -255,9 +255,12 @@ def final_norm(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
 
 
 def unembed(config: ModelConfig, params: dict, normed: jax.Array) -> jax.Array:
-    """Logits over the full vocabulary, f32: `[..., D] -> [..., V]`."""
+    """Logits over the full vocabulary, f32: `[..., D] -> [..., V]`.
+
+    They never pass through bf16, which would round those of 16 and more to eighths.
+    """
     head = params.get("head", params["embed"])
-    return layers.linear(normed, head, config.products).astype(jnp.float32)
+    return layers.linear(normed, head, config.products, jnp.float32)
 
 
 def forward(config: ModelConfig, params: dict, tokens_BT: jax.Array) -> jax.Array:

@@ -7,9 +7,17 @@ import time
 
 import pytest
 
-from experiments import decoding_speed, run, suite
+from experiments import (
+    correctness,
+    costs,
+    decoding_speed,
+    profile,
+    run,
+    suite,
+)
 from experiments.progress import Progress
 from experiments.prompts import Prompt
+from experiments.report import summary
 from m2r2_jax import METHODS
 
 SMALL = ["--exp=mtbench", "--limit=2", "--max_new_tokens=6"]
@@ -130,3 +138,69 @@ def test_progress_of_another_run_does_not_count(tmp_path):
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"missing\.gguf"):
         run.main([*SMALL, "--model=missing.gguf", f"--out={tmp_path}"])
+
+
+def test_a_method_that_slows_decoding_down_is_said_to():
+    common = {"tau": 1.0, "tau_without_loops": 1.0, "note": "", "turns": 1}
+    common |= {"divergences": [], "peak_memory_bytes": 1, "compile_seconds": 1.0}
+    methods = [
+        {"method": name, "speedup": speed, "acceptance_by_position": rates} | common
+        for name, speed, rates in [
+            ("autoregressive", 1.0, []),
+            ("good", 1.2, [0.5]),
+            ("bad", 0.8, [0.1]),
+        ]
+    ]
+    for method in methods:
+        method["tokens_per_second"] = 10 * method["speedup"]
+    record = dict.fromkeys(
+        ("experiment", "model", "prompts", "command", "dtype", "device_kind", "mesh"),
+        "x",
+    )
+    record |= {"num_prompts": 1, "max_new_tokens": 1, "temperature": 0.0}
+    record |= {"versions": {"jax": "1"}, "reference": "x", "methods": methods}
+    lines = [line for line in summary(record).splitlines() if "slower" in line]
+    assert lines == [
+        "bad: slower than plain decoding here; its drafts cost more than they save."
+    ]
+
+
+FEW = ["--methods=autoregressive,prompt_lookup", "--max_new_tokens=4"]
+
+
+def test_batches_compares_sizes_and_holds_rows_against_their_single_runs(tmp_path):
+    arguments = ["--exp=batches", "--limit=2", "--set=sizes=1,2", *FEW]
+    record = run.main([*arguments, f"--out={tmp_path}"])
+    assert [(row["batch"], row["method"]) for row in record["rows"]] == [
+        (size, name) for size in (1, 2) for name in ("autoregressive", "prompt_lookup")
+    ]
+    assert record["exact"] == {"autoregressive": "2 of 2", "prompt_lookup": "2 of 2"}
+    assert (tmp_path / "results.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="1 prompts do not fill batches of 2"):
+        run.main(["--exp=batches", "--limit=1", "--set=sizes=1,2", *FEW])
+
+
+def test_correctness_lists_where_answers_part(tmp_path, monkeypatch):
+    def answers(model, settings, exact, prompts, name):
+        shared = [5, 6, 7, 8]
+        return [shared if name == "autoregressive" else [5, 6, 9, 8] for _ in prompts]
+
+    monkeypatch.setattr(correctness, "_answers", answers)
+    record = run.main(["--exp=correctness", "--limit=1", *FEW, f"--out={tmp_path}"])
+    for row in record["rows"]:
+        (divergence,) = row["divergences"]
+        assert divergence["token"] == 2 and divergence["margin"] > 0
+        assert row["ties"] == (divergence["margin"] <= correctness.TIE[row["mode"]])
+    assert "0 of 1" in (tmp_path / "results.md").read_text()
+
+
+def test_profile_prints_parts_costs_and_bandwidth(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(profile, "_REPEATS", 1)
+    monkeypatch.setattr(profile, "_WIDTHS", (2,))
+    monkeypatch.setattr(costs, "_REPEATS", 1)
+    monkeypatch.setattr(costs, "_ROUNDS", 2)
+    record = run.main(["--exp=profile", f"--out={tmp_path}"])
+    assert set(record["parts"]) == {"projections", "attention", "head", "sampling"}
+    assert all(seconds > 0 for p in record["parts"].values() for seconds in p.values())
+    assert record["v"][2] > 0.5 and record["weight_bytes"] > 5e8
+    assert "GB/s that a sum over 1 GiB reaches" in capsys.readouterr().out

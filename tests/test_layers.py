@@ -11,7 +11,7 @@ import reference
 from m2r2_jax import layers
 
 attention = jax.jit(layers.attention)
-linear = jax.jit(layers.linear, static_argnums=2)
+linear = jax.jit(layers.linear, static_argnums=(2, 3))
 rms_norm = jax.jit(layers.rms_norm, static_argnums=2)
 
 
@@ -46,6 +46,15 @@ def test_every_way_to_multiply_gives_the_product(rows, products, dtype):
     result = linear(x, weight, products)
     assert result.dtype == jnp.float32
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("products", ["plain", "fast_on_cpu", "exact"])
+def test_results_have_the_rows_dtype_or_the_one_asked_for(products):
+    x, weight = jnp.ones((3, 8), jnp.bfloat16), jnp.ones((5, 8), jnp.bfloat16)
+    assert linear(x, weight, products).dtype == jnp.bfloat16
+    # 257 needs more bits than bf16 has.
+    weight = weight.at[:, 0].set(250)
+    np.testing.assert_array_equal(linear(x, weight, products, jnp.float32), 257.0)
 
 
 def test_exact_rows_do_not_depend_on_those_beside_them():

@@ -74,3 +74,9 @@ def test_load_keeps_the_users_compilation_cache(path, tmp_path):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_float16_is_taken_with_a_warning(path):
+    with pytest.warns(UserWarning, match="float16 holds numbers up to 65504"):
+        model = m2r2_jax.load(path, dtype=jnp.float16)
+    assert model.params["blocks"][0]["out"].dtype == jnp.float16

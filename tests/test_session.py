@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from conftest import (
@@ -232,3 +233,16 @@ def test_end_ids_are_the_tokenizers_unless_given(tiny_model):
 def test_numpy_prompts_are_as_good_as_lists(tiny_model):
     answer = run_one(tiny_model, PLAIN, np.array(PROMPT), 20)
     assert answer == run_one(tiny_model, PLAIN, PROMPT, 20)
+
+
+def test_requests_leave_no_memory_behind(tiny_model):
+    used = [Session(tiny_model, method) for method in TINY_METHODS.values()]
+
+    def buffers_after_a_round():
+        for one in used:
+            ids_of(one, PROMPT)
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    buffers_after_a_round()
+    counts = {buffers_after_a_round() for _ in range(3)}
+    assert len(counts) == 1

@@ -4,6 +4,7 @@ Drafters of the library and scripted ones (see `scripted_drafters`) go through t
 tests; in exact mode each must give the tokens of plain decoding.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -435,6 +436,20 @@ def final_state(model, ids: list[int]):
     cache = init_cache(TINY, 1, 256, jnp.float32, unrolled=True)
     hidden, count = jnp.zeros((1, TINY.width)), np.array([len(ids)], np.int32)
     return decoding.prefill(TINY, model.params, cache, hidden, tokens, count)[1][0]
+
+
+def test_right_drafts_are_accepted_past_every_chunk_and_cache_size(tiny_model):
+    """Acceptance that falls behind some position would only show as slowness."""
+    config = dataclasses.replace(TINY, context_length=600)
+    model = dataclasses.replace(tiny_model, config=config)
+    prompt = [index % 200 for index in range(230)]
+    truth = prompt + run_one(model, PLAIN, prompt, 70).token_ids
+    told = script([truth], pick=[0])
+    method = Method("scripted", CHAIN, told, rows=EXACT_ROWS)
+    (answer,), _ = Session(model, method).run([prompt], 64)
+    assert answer.token_ids == truth[230:294]
+    # The script ends inside the last round.
+    assert set(answer.accepted[:-1]) == {CHAIN.layout.size - 1}
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,7 @@ class MultiRateChain:
             self.config, params["model"], params["accelerators"], fast_BD, draft.carried
         )
         head = params["head"]
-        logits_BH = linear(exit_BD, head.weight, self.config.products).astype(
-            jnp.float32
-        )
+        logits_BH = linear(exit_BD, head.weight, self.config.products, jnp.float32)
         position_B1 = (context.length + row)[:, None]
         drafted_B1 = sampling.choose(
             logits_BH[:, None], context.sampling, position_B1, head
