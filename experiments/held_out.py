@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.prompts import load_prompts
 from m2r2_jax import Model, data, sharding, writing
+from m2r2_jax.exchanges import chat_frame
 from m2r2_jax.labels import LabelStore, label_rows
 from m2r2_jax.losses import Batch
 
@@ -46,7 +47,7 @@ def _complete(model: Model, folder: Path) -> bool:
 
 
 def _write(model: Model) -> data.Packed:
-    frame = writing.chat_frame(model.tokenizer)
+    frame = chat_frame(model.tokenizer)
     around = len(frame.opening) + len(frame.bridge) + _ANSWER_TOKENS
     prompts = load_prompts("embedded", None, None)
     encoded = [model.tokenizer.encode(prompt.turns[0]) for prompt in prompts]

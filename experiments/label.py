@@ -13,8 +13,8 @@ from experiments.models import load_for_batches
 from experiments.options import read_options
 from experiments.suite import Settings
 from m2r2_jax import data
+from m2r2_jax.exchanges import chat_frame
 from m2r2_jax.labels import LabelStore, label_rows
-from m2r2_jax.writing import chat_frame
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,8 +69,7 @@ EXPERIMENTS = {
     "mtbench": Experiment(
         "plain against draft-verify decoding on two-turn chat prompts",
         _mtbench,
-        # The chain joins when its accelerators gain more than verification costs.
-        ("autoregressive", "prompt_lookup"),
+        ("autoregressive", "prompt_lookup", "m2r2"),
         8,
     ),
     "write": Experiment(

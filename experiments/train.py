@@ -22,13 +22,14 @@ from experiments.options import read_options
 from experiments.report import write_text
 from experiments.suite import Settings
 from experiments.train_log import Log, plot
-from m2r2_jax import Model, multirate, training
+from m2r2_jax import Model, training
 from m2r2_jax.accelerators import (
     TrainedAccelerators,
     load_accelerators,
     save_accelerators,
 )
 from m2r2_jax.closed_form import closed_form_start
+from m2r2_jax.draft_head import draft_head
 from m2r2_jax.labels import LabelStore
 from m2r2_jax.losses import Batch
 from m2r2_jax.multirate import MultiRateConfig
@@ -106,7 +107,7 @@ class Trainer:
         self.train = TrainConfig(steps, **named)
         ranking = np.load(store.folder / "ranking.npy")
         self.head_ids = ranking[: options.head] if options.head else None
-        self.head = multirate.draft_head(model.params, self.head_ids)
+        self.head = draft_head(model.params, self.head_ids)
         self.held_out = held_out_batches(model, self.out.parent / "held_out")
 
     def run(self) -> dict:

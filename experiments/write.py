@@ -21,6 +21,7 @@ from experiments.prompts import load_prompts
 from experiments.report import write_text
 from experiments.suite import Settings
 from m2r2_jax import Model, data, writing
+from m2r2_jax.exchanges import chat_frame
 from m2r2_jax.writing import WritingConfig, WritingState
 
 
@@ -55,7 +56,7 @@ def run(settings: Settings) -> dict:
     start, shard, dataset = map(named.pop, ("first", "shard", "dataset"))
     config = WritingConfig(seed=settings.seed, **named)
     model = load_for_batches(settings)
-    frame = writing.chat_frame(model.tokenizer)
+    frame = chat_frame(model.tokenizer)
     prompts = _prompts(settings, model, config)
     count = len(prompts) if settings.data else settings.limit
     folder = settings.out / "shards"

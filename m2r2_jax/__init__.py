@@ -8,7 +8,13 @@ from m2r2_jax.answers import Answer
 
 # Text in, text out.
 from m2r2_jax.conversation import Chat, chat
-from m2r2_jax.generation import Generation, Piece, generate, stream_generate
+from m2r2_jax.generation import (
+    Generation,
+    Piece,
+    generate,
+    generate_many,
+    stream_generate,
+)
 
 # Loading, and decoding with the pieces by hand.
 from m2r2_jax.methods import METHODS, Method, build_method
@@ -30,6 +36,7 @@ __all__ = [
     "build_method",
     "chat",
     "generate",
+    "generate_many",
     "load",
     "stream_generate",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from m2r2_jax.writing import Conversation, Frame
+from m2r2_jax.exchanges import Conversation, Frame
 
 OPENING, PADDING = 0, -1  # Segments; conversations count from 1.
 

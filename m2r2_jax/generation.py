@@ -11,6 +11,7 @@ from m2r2_jax.methods import build_method
 from m2r2_jax.model import Model, load
 from m2r2_jax.sampling import SamplingParams
 from m2r2_jax.session import Session
+from m2r2_jax.slots import answer_all
 from m2r2_jax.text import StreamDecoder
 
 DEFAULT_METHOD = "prompt_lookup"
@@ -121,6 +122,51 @@ def generate(
         timing.decode_seconds,
         answer.logprobs,
     )
+
+
+def generate_many(
+    prompts: Sequence[str | Sequence[Message]],
+    model: Model | None = None,
+    *,
+    batch: int = 8,
+    max_new_tokens: int = 256,
+    method: str = DEFAULT_METHOD,
+    stop: Sequence[str] = (),
+    truncate: str | None = None,
+    **sampling,
+) -> list[str]:
+    """As `generate` for many prompts, several of which decode together.
+
+    A row whose answer has ended takes the next prompt at once.
+
+    Args:
+      prompts: as for `generate`.
+      model: as for `generate`, without a mesh.
+      batch: how many decode together.
+      max_new_tokens: as for `generate`, like all arguments that follow; the same for
+        all prompts.
+      method: see there.
+      stop: see there.
+      truncate: see there.
+      **sampling: see there.
+
+    Raises:
+      ValueError: as `generate`, for any of the prompts, before any work.
+    """
+    params = SamplingParams(**sampling)
+    model = default_model() if model is None else model
+    answers = answer_all(
+        model,
+        build_method(method, model),
+        [encode_prompt(model, prompt) for prompt in prompts],
+        max_new_tokens,
+        batch=batch,
+        sampling=params,
+        stop=stop,
+        truncate=truncate,
+    )
+    texts = {index: answer.text(model.tokenizer) for index, answer in answers}
+    return [texts[index] for index in range(len(prompts))]
 
 
 def stream_generate(

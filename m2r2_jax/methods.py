@@ -14,11 +14,12 @@ from m2r2_jax.accelerators import (
     load_accelerators,
     shipped_accelerators,
 )
+from m2r2_jax.draft_head import draft_head
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
 from m2r2_jax.model import Model
 from m2r2_jax.multirate import MultiRateConfig
 from m2r2_jax.speculative import Drafter
-from m2r2_jax.transformer import unroll
+from m2r2_jax.transformer import like_matrices, unroll
 
 EXACT_ROWS = 2  # From two rows up, f32 products are bitwise equal row by row on CPU.
 
@@ -110,10 +111,10 @@ def _early_exit(
 
 def _stream_params(model: Model, trained: TrainedAccelerators) -> dict:
     """What the drafter reads, stored as the model is."""
-    params = multirate.like_matrices(model.params, trained.params)
+    params = like_matrices(model.params, trained.params)
     if model.unrolled:
         params["layers"] = unroll(params["layers"])
-    head = multirate.draft_head(model.params, trained.head_ids)
+    head = draft_head(model.params, trained.head_ids)
     return {"accelerators": params, "head": head}
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import struct
 
 from m2r2_jax import layers
 from m2r2_jax.cache import KVCache
@@ -28,7 +27,6 @@ from m2r2_jax.transformer import (
     Rows,
     final_norm,
     layer_weights,
-    matrix_dtype,
     run_layers,
     with_fast_rows,
 )
@@ -254,35 +252,3 @@ def accelerated(
         return product.at[:, slow:].add(low_rank(pair, fast_BTI))
 
     return project
-
-
-@struct.dataclass
-class DraftHead:
-    """A head over some ids only, for drafts; verification always uses the whole one.
-
-    Attributes:
-      weight: `[H, D]`, rows of the model's head.
-      ids: `int32[H]`, the ids they stand for.
-      slot: `int32[V]`, where each id stands in the head; -1 where it does not.
-    """
-
-    weight: jax.Array
-    ids: jax.Array
-    slot: jax.Array
-
-
-def draft_head(params: dict, ids: jax.Array | None = None) -> DraftHead:
-    """The rows of the model's head for these ids; without ids all of them."""
-    weight = params.get("head", params["embed"])
-    every = jnp.arange(len(weight), dtype=jnp.int32)
-    if ids is None:
-        return DraftHead(weight, every, every)
-    ids = jnp.asarray(ids, jnp.int32)
-    slot = jnp.full(len(weight), -1, jnp.int32).at[ids].set(every[: len(ids)])
-    return DraftHead(like_matrices(params, weight[ids]), ids, slot)
-
-
-def like_matrices(params: dict, tree):
-    """The tree in the dtype of the model's matrices, in which products run."""
-    dtype = matrix_dtype(params)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)

@@ -22,10 +22,11 @@ from m2r2_jax import multirate, transformer
 from m2r2_jax.cache import init_cache
 from m2r2_jax.config import ModelConfig
 from m2r2_jax.data import PADDING
+from m2r2_jax.draft_head import DraftHead
 from m2r2_jax.labels import packed_rows
 from m2r2_jax.layers import linear
 from m2r2_jax.losses import Batch, draft_losses
-from m2r2_jax.multirate import DraftHead, MultiRateConfig
+from m2r2_jax.multirate import MultiRateConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ def train_step(
       rates: exits and rank.
       train: loss weights and schedule.
       params: the frozen model, blocks unrolled or stacked.
-      head: from `multirate.draft_head`.
+      head: from `draft_head.draft_head`.
       state: donated.
       batch: packed rows.
 
@@ -135,7 +136,7 @@ def train_step(
 
     def loss(accelerators):
         # Products run in the dtype of the model's matrices, updates in f32.
-        cast = multirate.like_matrices(params, accelerators)
+        cast = transformer.like_matrices(params, accelerators)
         return _loss(config, rates, train, params, head, cast, batch)
 
     gradients, metrics = jax.grad(loss, has_aux=True)(state.accelerators)

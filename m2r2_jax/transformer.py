@@ -114,6 +114,12 @@ def matrix_dtype(params: dict):
     return layer_weights(params["blocks"], 0)["out"].dtype
 
 
+def like_matrices(params: dict, tree):
+    """The tree in the dtype of the model's matrices, in which products run."""
+    dtype = matrix_dtype(params)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
 @struct.dataclass
 class Rows:
     """Where the rows of one pass stand and what they see.

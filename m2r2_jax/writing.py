@@ -23,7 +23,9 @@ from jax import lax
 from m2r2_jax import decoding, sharding
 from m2r2_jax.cache import KVCache, init_cache
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.exchanges import Conversation, Frame
 from m2r2_jax.model import Model
+from m2r2_jax.sampling import inverse_cdf
 
 LOOP_NGRAM = 8  # A turn has run into a loop at the third appearance of such a run.
 
@@ -57,51 +59,6 @@ class WritingConfig:
                 f"answer_temperature {self.answer_temperature} must be positive; for "
                 "greedy answers only, make sampled_every larger than the count"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversation:
-    """One exchange.
-
-    Attributes:
-      prompt_ids: the user turn, without the template's tokens.
-      answer_ids: the answer, its ending id included when it has one.
-      finished: whether the answer came to its own end; False where it was cut.
-    """
-
-    prompt_ids: list[int]
-    answer_ids: list[int]
-    finished: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """The chat template around a user turn, as ids.
-
-    Attributes:
-      opening: everything before the user's first token.
-      bridge: everything between the user's last token and the answer's first.
-    """
-
-    opening: tuple[int, ...]
-    bridge: tuple[int, ...]
-
-
-def chat_frame(tokenizer) -> Frame:
-    """Reads the frame off the template by rendering a marked user turn.
-
-    Raises:
-      ValueError: the template does not show the user's text once and unchanged.
-    """
-    mark = "@@user@@"
-    text = tokenizer.render([{"role": "user", "content": mark}])
-    if text.count(mark) != 1:
-        raise ValueError(
-            "the chat template does not repeat a user turn once and unchanged, so no "
-            "turn can be written after its opening; give prompts with their answers"
-        )
-    parts = (tokenizer.encode(part, special=True) for part in text.split(mark))
-    return Frame(*map(tuple, parts))
 
 
 @struct.dataclass
@@ -143,17 +100,15 @@ def start(
     frame: Frame,
     config: WritingConfig,
     count: int,
-    first: int = 0,
     prompts: Sequence[Sequence[int]] = (),
 ) -> WritingState:
     """The state before the first token of `count` conversations.
 
     Args:
       model: from `load`.
-      frame: from `chat_frame`.
+      frame: from `exchanges.chat_frame`.
       config: how to write.
       count: N.
-      first: only for the error text: index of the first of the conversations.
       prompts: N user turns, or none to have them written too.
 
     Raises:
@@ -161,7 +116,7 @@ def start(
     """
     longest = max((len(p) for p in prompts), default=0)
     if longest > config.max_prompt_tokens:
-        where = first + max(range(len(prompts)), key=lambda i: len(prompts[i]))
+        where = max(range(len(prompts)), key=lambda i: len(prompts[i]))
         raise ValueError(
             f"prompt {where} has {longest} tokens, max_prompt_tokens is "
             f"{config.max_prompt_tokens}; raise it or leave the prompt out"
@@ -248,7 +203,7 @@ def write(
     Args:
       model: the model.
       params: its parameters.
-      frame: from `chat_frame`.
+      frame: from `exchanges.chat_frame`.
       config: as for `start`.
       eos_E: ids that end a turn.
       first: `int32[]`, number of the first conversation among all: seeds count on.
@@ -337,38 +292,8 @@ def _choose(config, logits_BV, state, number_B, length_B) -> jax.Array:
         return jax.random.uniform(one)
 
     uniform_B = jax.vmap(uniform)(number_B, length_B)
-    sampled_B = _inverse_cdf(logits_BV / scale_B[:, None], uniform_B)
+    sampled_B = inverse_cdf(logits_BV / scale_B[:, None], uniform_B)
     return jnp.where(greedy_B, jnp.argmax(logits_BV, axis=-1), sampled_B)
-
-
-def _inverse_cdf(logits_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
-    """Draws from the softmax with one uniform number a row.
-
-    One exponential per logit; Gumbel noise over the vocabulary costs as much as the
-    head. Sums are taken over blocks first, so that no sum runs over the vocabulary.
-    """
-    B, V = logits_BV.shape
-    width = 256
-    padded = jnp.pad(logits_BV, ((0, 0), (0, -V % width)), constant_values=-jnp.inf)
-    top_B1 = jnp.max(padded, axis=-1, keepdims=True)
-    mass_Bbw = jnp.exp(padded - top_B1).reshape(B, -1, width)
-    upto_Bb = jnp.cumsum(jnp.sum(mass_Bbw, axis=-1), axis=-1)
-    target_B = uniform_B * upto_Bb[:, -1]
-    block_B = _first_above(upto_Bb, target_B)
-    before_B = jnp.where(
-        block_B > 0,
-        jnp.take_along_axis(upto_Bb, jnp.maximum(block_B - 1, 0)[:, None], 1)[:, 0],
-        0.0,
-    )
-    inside_Bw = jnp.take_along_axis(mass_Bbw, block_B[:, None, None], axis=1)[:, 0]
-    offset_B = _first_above(jnp.cumsum(inside_Bw, axis=-1), target_B - before_B)
-    return jnp.minimum(block_B * width + offset_B, V - 1)
-
-
-def _first_above(rising_Bn: jax.Array, target_B: jax.Array) -> jax.Array:
-    """Index of the first entry above the target; the last one if there is none."""
-    count_B = jnp.sum(rising_Bn <= target_B[:, None], axis=-1)
-    return jnp.minimum(count_B, rising_Bn.shape[-1] - 1)
 
 
 def _repeats(history_BS, length_B, answer_start_B) -> jax.Array:
@@ -420,7 +345,7 @@ def write_all(
 
     Args:
       model: from `load`.
-      frame: from `chat_frame`.
+      frame: from `exchanges.chat_frame`.
       config: how to write.
       count: N.
       first: number of the first conversation: randomness counts on from it.
@@ -431,7 +356,7 @@ def write_all(
     Raises:
       ValueError: as `start`.
     """
-    state = start(model, frame, config, count, first, prompts)
+    state = start(model, frame, config, count, prompts)
     eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
     while not bool(state.done):
         state = write(

@@ -13,6 +13,7 @@ import m2r2_jax
 from m2r2_jax import multirate, transformer
 from m2r2_jax.answers import Answer
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.draft_head import draft_head
 from m2r2_jax.drafters import MultiRateChain, PromptLookup
 from m2r2_jax.fetch import default_model_file
 from m2r2_jax.methods import EXACT_ROWS, Method
@@ -113,7 +114,7 @@ def tiny_chain() -> Method:
     """The M2R2 chain on random accelerators."""
     accelerators = tiny_accelerators(2, scale=0.3, carry=0.5)
     layers = transformer.unroll(accelerators["layers"])
-    head = multirate.draft_head(tiny_params())
+    head = draft_head(tiny_params())
     params = {"accelerators": {**accelerators, "layers": layers}, "head": head}
     return Method("m2r2", MultiRateChain(TINY, 2, 8, 0.3), params, rows=EXACT_ROWS)
 
@@ -144,6 +145,15 @@ def drawn(*, temperature: float = 0.0, seed: int = 0, **settings) -> dict:
     """
     how = SamplingParams(temperature=temperature, seed=seed)
     return {"sampling": how, "truncate": "answer", **settings}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """A compiled program holds memory maps; those of all modules together are more
+    than a process may have.
+    """
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import tiny_chat
 
-from m2r2_jax import data, writing
+from m2r2_jax import data
 from m2r2_jax.data import PADDING
+from m2r2_jax.exchanges import chat_frame
 from m2r2_jax.writing import Conversation
 
 MODEL = tiny_chat.chat_model()
-TOKENIZER, FRAME = MODEL.tokenizer, writing.chat_frame(MODEL.tokenizer)
+TOKENIZER, FRAME = MODEL.tokenizer, chat_frame(MODEL.tokenizer)
 RNG = np.random.default_rng(0)
 
 

@@ -7,8 +7,9 @@ import pytest
 import reference
 from conftest import TINY, tiny_accelerators, tiny_params, unrolled
 
-from m2r2_jax import decoding, multirate, transformer
+from m2r2_jax import decoding, transformer
 from m2r2_jax.cache import init_cache
+from m2r2_jax.draft_head import draft_head
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
 from m2r2_jax.sampling import Sampling, SamplingParams
 from m2r2_jax.speculative import Context
@@ -121,7 +122,7 @@ def propose(drafter: MultiRateChain, accelerators: dict):
         **accelerators,
         "layers": transformer.unroll(accelerators["layers"]),
     }
-    head = multirate.draft_head(params)
+    head = draft_head(params)
     params = {"model": params, "accelerators": accelerators, "head": head}
     state = drafter.init(params, hidden)
     proposal, _, after = jitted_propose(drafter, params, state, context(TEXT, cache))

@@ -10,6 +10,7 @@ from m2r2_jax.generation import (
     Generation,
     encode_prompt,
     generate,
+    generate_many,
     stream_generate,
 )
 
@@ -110,6 +111,13 @@ def test_log_probabilities_come_with_the_ids(default_model):
     assert len(drafted.logprobs) == len(drafted.token_ids)
     assert drafted.logprobs == pytest.approx(plain.logprobs, abs=1e-3)
     assert -3 < max(drafted.logprobs) <= 0
+
+
+def test_many_prompts_are_answered_in_their_order(default_model):
+    questions = ["What is the capital of France?", "Hi", "Name a colour."]
+    settings = {"max_new_tokens": 12, "method": "autoregressive"}
+    answers = generate_many(questions, default_model, batch=2, **settings)
+    assert answers == [generate(q, default_model, **settings) for q in questions]
 
 
 def test_a_chat_remembers_and_equals_the_conversation_written_out(default_model):

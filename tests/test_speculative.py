@@ -25,10 +25,11 @@ from scripted_drafters import ALL, NONE, Scripted, accepted_depths, script
 from m2r2_jax import decoding, speculative, transformer
 from m2r2_jax.cache import init_cache
 from m2r2_jax.compilation import CompileClock
+from m2r2_jax.draft_head import draft_head
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
 from m2r2_jax.methods import EXACT_ROWS, Method
-from m2r2_jax.multirate import draft_head
 from m2r2_jax.requests import make_request
+from m2r2_jax.rows import Rows
 from m2r2_jax.session import Session
 from m2r2_jax.speculative import Layout, Proposal
 
@@ -413,16 +414,10 @@ def test_update_is_told_the_state_of_the_token_before_the_root(
     prompt = PROMPTS[0]
     truth = prompt + plain(prompt, 49)
     told = script([truth], pick=[0, 1, 0, ALL, NONE, 0, ALL])
-    params = {"model": tiny_model.params, **told}
     for rounds in range(1, 6):
-        session = Session(tiny_model, Method("scripted", drafter, told, EXACT_ROWS))
+        rows = Rows(tiny_model, Method("scripted", drafter, told, EXACT_ROWS), 1)
         request = make_request(tiny_model, 1, [prompt], 40, eos_ids=NEVER)
-        cache, hidden = session._prefill([prompt], session.plan([prompt], 40))
-        state = session._state(cache, request)
-        state = speculative.start(drafter, params, state, hidden)
-        state = speculative.speculate(
-            TINY, drafter, params, state, np.int32(rounds), EXACT_ROWS
-        )
+        state = rows.advance(rows.begin(request, rows.new_cache(256)), rounds)
         length = int(state.decode.length[0])
         assert state.decode.history[0, :length].tolist() == truth[:length]
         expected = final_state(tiny_model, truth[: length - 1])

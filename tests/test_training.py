@@ -21,7 +21,9 @@ from m2r2_jax import (
     writing,
 )
 from m2r2_jax.closed_form import closed_form_start
+from m2r2_jax.draft_head import draft_head
 from m2r2_jax.drafters import MultiRateChain
+from m2r2_jax.exchanges import chat_frame
 from m2r2_jax.labels import LabelStore
 from m2r2_jax.losses import Batch, draft_losses
 from m2r2_jax.methods import EXACT_ROWS, Method
@@ -30,7 +32,7 @@ from m2r2_jax.training import TrainConfig
 from m2r2_jax.writing import WritingConfig
 
 MODEL = tiny_chat.chat_model(gain=2)
-FRAME = writing.chat_frame(MODEL.tokenizer)
+FRAME = chat_frame(MODEL.tokenizer)
 LENGTH, DRAFTS = 128, 3
 RATES = MultiRateConfig(2, rank=3)
 TRAIN = TrainConfig(steps=200, draft_steps=2, warmup=5, learning_rate=5e-3)
@@ -74,7 +76,7 @@ def batch_of(store: LabelStore, index) -> Batch:
 
 
 def head():
-    return multirate.draft_head(MODEL.params)
+    return draft_head(MODEL.params)
 
 
 def test_labels_of_packed_rows_are_those_of_each_conversation_alone(store):
@@ -177,7 +179,7 @@ def test_losses_and_gradients_in_pieces_are_those_of_the_whole(store, monkeypatc
     rng = np.random.default_rng(0)
     states = jnp.asarray(rng.normal(size=(2, *batch.states.shape)), jnp.float32)
     ids = jnp.asarray(rng.permutation(TINY.vocab_size)[:120])
-    small = multirate.draft_head(MODEL.params, ids)
+    small = draft_head(MODEL.params, ids)
     weight = batch.trained / batch.trained.sum()
 
     def whole(states):

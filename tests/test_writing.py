@@ -9,7 +9,8 @@ import pytest
 import tiny_chat
 from conftest import run_one
 
-from m2r2_jax import build_method, writing
+from m2r2_jax import build_method, sampling, writing
+from m2r2_jax.exchanges import chat_frame
 from m2r2_jax.writing import LOOP_NGRAM, WritingConfig
 
 CONFIG = WritingConfig(
@@ -25,11 +26,11 @@ def model():
 
 @functools.cache
 def frame():
-    return writing.chat_frame(model().tokenizer)
+    return chat_frame(model().tokenizer)
 
 
 def written(config=CONFIG, count=10, first=0, prompts=(), steps=7):
-    state = writing.start(model(), frame(), config, count, first, prompts)
+    state = writing.start(model(), frame(), config, count, prompts)
     eos = jnp.asarray(sorted(model().tokenizer.eos_ids), jnp.int32)
     while not bool(state.done):
         state = writing.write(
@@ -102,7 +103,7 @@ def test_draws_follow_the_softmax():
     many = jnp.broadcast_to(logits, (1000, 300))
     counts = np.zeros(300)
     for piece in np.split(uniform, draws // 1000):
-        drawn = np.asarray(writing._inverse_cdf(many, piece))
+        drawn = np.asarray(sampling.inverse_cdf(many, piece))
         counts += np.bincount(drawn, minlength=300)
     p = np.exp(np.float64(logits[0]) - np.logaddexp.reduce(np.float64(logits[0])))
     reference = rng.multinomial(draws, p)
@@ -113,7 +114,7 @@ def test_draws_follow_the_softmax():
 def test_draws_stay_in_the_vocabulary_at_both_ends():
     logits = jnp.full((2, 300), -1e4).at[:, 299].set(0.0)
     ends = jnp.asarray([0.0, np.nextafter(np.float32(1), np.float32(0))])
-    assert writing._inverse_cdf(logits, ends).tolist() == [299, 299]
+    assert sampling.inverse_cdf(logits, ends).tolist() == [299, 299]
 
 
 @pytest.mark.parametrize(
@@ -136,4 +137,4 @@ def test_a_template_that_hides_the_user_is_refused():
             return "nothing"
 
     with pytest.raises(ValueError, match="does not repeat a user turn once"):
-        writing.chat_frame(Silent())
+        chat_frame(Silent())

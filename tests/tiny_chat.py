@@ -1,5 +1,7 @@
 """A tiny model that chats: byte tokens, two control tokens, a chat template."""
 
+import dataclasses
+
 import jax
 import numpy as np
 from conftest import TINY, tiny_params, unrolled
@@ -41,7 +43,8 @@ def chat_model(gain: float = 1.0) -> Model:
     return Model(TINY, unrolled(params(gain)), Tokenizer.from_gguf(METADATA))
 
 
-def write_gguf(path):
+def write_gguf(path, context_length: int = TINY.context_length):
     """The same model as a file."""
-    tensors = tensors_of(TINY, jax.tree.map(np.asarray, params()))
-    return write(path, TINY, tensors, metadata=METADATA)
+    config = dataclasses.replace(TINY, context_length=context_length)
+    tensors = tensors_of(config, jax.tree.map(np.asarray, params()))
+    return write(path, config, tensors, metadata=METADATA)

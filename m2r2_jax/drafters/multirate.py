@@ -49,7 +49,7 @@ class MultiRateChain:
     passes spent behind it.
 
     `params["accelerators"]` holds the stream's parameters, `params["head"]` the
-    `multirate.DraftHead`.
+    `draft_head.DraftHead`.
     """
 
     config: ModelConfig
