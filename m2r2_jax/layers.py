@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Norms, softmax and rotary angles are computed in f32 whatever the weights' dtype:
@@ -23,7 +24,7 @@ from jax import lax
 # Up to so many queries a head, transposing the scores is cheaper than the keys.
 _FEW_QUERIES = 64
 # Up to so many rows, fused sums beat a matrix product; behind them registers run out.
-_SUM_ROWS = 4
+_SUM_ROWS = 6
 # Up to so many rows, products run faster with the rows as columns.
 _COLUMNS = 16
 
@@ -65,8 +66,7 @@ def _way(products: str, x: jax.Array, weight: jax.Array) -> Callable:
     if products == "exact":
         return _exact_product
     if products == "fast_on_cpu" and count <= _COLUMNS:
-        # One row in f32 has a kernel of its own, which memory alone limits.
-        if count <= _SUM_ROWS and (count, weight.dtype) != (1, jnp.float32):
+        if count <= _SUM_ROWS and len(weight) % 2 == 0:
             return _fused_sums
         if count > 1:
             return _as_columns
@@ -80,19 +80,22 @@ def _fused_sums(x_Ri: jax.Array, weight_oi: jax.Array) -> jax.Array:
     weight widened to f32 on the way: two rows take the time of one, and half as many
     bytes half the time. Matrix products there copy the weight into blocks first. The
     loop is only fast where sums may be reordered (`compilation.jit`).
+
+    The weight is read at two or four places at once: memory delivers more to several
+    streams, and what is read of the rows serves all of them.
     """
-    # A lone row goes twice: LLVM makes half as fast a loop of a single sum.
-    count = max(2, len(x_Ri))
+    count, outputs = len(x_Ri), len(weight_oi)
+    streams = 4 if count <= 2 and outputs % 4 == 0 else 2
     # The barrier keeps the rows' own maths out of the loop over the weight.
     rows = lax.optimization_barrier(x_Ri.astype(weight_oi.dtype).astype(jnp.float32))
-    weight = weight_oi.astype(jnp.float32)
-    terms = [weight * rows[min(row, len(x_Ri) - 1)] for row in range(count)]
+    parts = weight_oi.reshape(streams, outputs // streams, -1).astype(jnp.float32)
+    terms = tuple(parts[part] * rows[row] for row, part in np.ndindex(count, streams))
 
     def add(left, right):
         return tuple(a + b for a, b in zip(left, right, strict=True))
 
-    sums = lax.reduce(tuple(terms), (jnp.float32(0),) * count, add, (1,))
-    return jnp.stack(sums[: len(x_Ri)])
+    sums = lax.reduce(terms, (jnp.float32(0),) * len(terms), add, (1,))
+    return jnp.stack(sums).reshape(count, outputs)
 
 
 def _as_columns(x_Ri: jax.Array, weight_oi: jax.Array, width: int = 0) -> jax.Array:
