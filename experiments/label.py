@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tqdm.auto import tqdm
 
-from experiments.models import load_for_batches
+from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.suite import Settings
 from m2r2_jax import data
@@ -40,7 +40,7 @@ def run(settings: Settings) -> dict:
     conversations = conversations[: settings.limit]
     packed = data.pack(conversations, frame, options.row_length, settings.seed)
     about = {
-        "model": model.config.name,
+        **batch_identity(model),
         "conversations": len(conversations),
         "seed": settings.seed,
         "tokens": data.fingerprint(packed),

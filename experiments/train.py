@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
 from experiments.held_out import held_out_batches, place_batch
-from experiments.models import load_for_batches
+from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.report import write_text
 from experiments.suite import Settings
@@ -128,6 +128,7 @@ class Trainer:
     def _check_identity(self) -> None:
         """A folder belongs to one training: going on with another would mix them."""
         identity = {
+            **batch_identity(self.model),
             "options": dataclasses.asdict(self.options),
             "seed": self.settings.seed,
             "labels": self.store.meta["about"],

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from tqdm.auto import tqdm
 
-from experiments.models import load_for_batches
+from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.prompts import load_prompts
 from experiments.report import write_text
@@ -61,9 +61,7 @@ def run(settings: Settings) -> dict:
     count = len(prompts) if settings.data else settings.limit
     folder = settings.out / "shards"
     folder.mkdir(parents=True, exist_ok=True)
-    _check_identity(
-        settings, {"model": model.config.name, **dataclasses.asdict(config)}
-    )
+    _check_identity(settings, {**batch_identity(model), **dataclasses.asdict(config)})
     started, tokens = time.perf_counter(), 0
     bar = tqdm(total=count, unit="conversation", disable=None)
     for done in range(0, count, shard):

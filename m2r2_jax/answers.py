@@ -72,6 +72,13 @@ class StopStrings:
         self._stop, self._min_new_tokens = tuple(stop), min_new_tokens
         self._decoder = StreamDecoder(tokenizer)
         self._text, self._count = "", 0
+        self._where: tuple[int, int] | None = None
+
+    def apply(self, answer: Answer) -> Answer:
+        """The answer, cut once a stop string is complete in what it has grown to."""
+        if self._stop and self._where is None:
+            self._where = self.feed(answer.token_ids[self._count :])
+        return answer if self._where is None else answer.cut(*self._where)
 
     def feed(self, ids: Iterable[int]) -> tuple[int, int] | None:
         """Takes new tokens.

@@ -131,9 +131,9 @@ def decode(
       params: an argument, not a constant, so that programs are shared between models.
       state: donated.
       steps: `int32[]`, at most this many steps; streaming calls in chunks.
-      rows: rows per step and sequence. 1 is fastest; 2 is the exact mode, in which
-        every product has the row count class of verification and f32 results are
-        bitwise those of draft-verify decoding.
+      rows: rows per step and sequence. 1 is fastest; 2, with exact products in the
+        config, is the exact mode, in which f32 results are bitwise those of
+        draft-verify decoding.
     """
 
     def unfinished(carry):

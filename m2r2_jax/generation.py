@@ -219,7 +219,9 @@ def _pieces(tokenizer, chunks, stop: Sequence[str]) -> Iterator[Piece]:
             fresh = answer.token_ids[count:]
             text += decoder.push(fresh)
             count += len(fresh)
-            ready = min(len(text) - _held_back(text, stop), answer.stopped_at or 2**63)
+            ready = len(text) - _held_back(text, stop)
+            if answer.stopped_at is not None:
+                ready = answer.stopped_at
             if fresh:
                 yield Piece(text[sent:ready], fresh)
                 sent = max(sent, ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -11,10 +12,10 @@ import numpy as np
 
 from m2r2_jax.answers import Answer, StopStrings
 from m2r2_jax.cache import KVCache, grow
+from m2r2_jax.engine import Engine, chunks_for, decode_state
 from m2r2_jax.methods import Method
 from m2r2_jax.model import Model
 from m2r2_jax.requests import Request, make_request
-from m2r2_jax.rows import Rows, chunks_for, decode_state
 
 _NO_STEP_LIMIT = np.iinfo(np.int32).max
 _CHUNK = 8  # Passes between two looks at the text, for streaming and stop strings.
@@ -63,21 +64,21 @@ class Session:
         Raises:
           ValueError: the mesh cannot hold the batch.
         """
-        self.rows = Rows(model, method, batch)
+        self.engine = Engine(model, method, batch)
         self._cache: KVCache | None = None
         self._cached_ids: list[list[int]] = [[] for _ in range(batch)]
 
     @property
     def model(self) -> Model:
-        return self.rows.model
+        return self.engine.model
 
     @property
     def method(self) -> Method:
-        return self.rows.method
+        return self.engine.method
 
     @property
     def batch(self) -> int:
-        return self.rows.batch
+        return self.engine.batch
 
     @property
     def cached_ids(self) -> list[list[int]]:
@@ -108,7 +109,7 @@ class Session:
             for prompt, cached in zip(prompts, self._cached_ids, strict=True)
         ]
         chunks = chunks_for(prompts, kept)
-        capacity = self.rows.capacity_for(request, kept)
+        capacity = self.engine.capacity_for(request, kept)
         if self._cache is not None:
             capacity = max(capacity, self._cache.capacity)
         return Plan(tuple(kept), tuple(request.limits), tuple(chunks), capacity)
@@ -150,9 +151,8 @@ class Session:
         with contextlib.closing(self._chunks(request, steps)) as chunks:
             answers = next(chunks)
             prefilled = time.perf_counter()
-            for passes, answers in enumerate(chunks, start=1):  # noqa: B007
-                if passes * steps >= max_steps:
-                    break
+            looks = itertools.islice(chunks, -(-max_steps // max(1, steps)))
+            *_, answers = itertools.chain([answers], looks)
         ended = time.perf_counter()
         return answers, Timing(prefilled - started, ended - prefilled)
 
@@ -188,29 +188,22 @@ class Session:
         """The answers after prefill, empty, and then every `steps` passes."""
         prompts, plan = request.prompts, self._plan(request)
         cache = self._take_cache(plan.capacity, np.array(plan.kept))
-        state = self.rows.begin(request, cache)
+        state = self.engine.begin(request, cache)
         watches = [
             StopStrings(self.model.tokenizer, request.stop, params.min_new_tokens)
             for params in request.sampling
         ]
-        cut: dict[int, Answer] = {}
         answers = [Answer([], "length") for _ in prompts]
         try:
             yield answers
-            while not all(self.rows.done(state)):
+            while not all(self.engine.done(state)):
                 # Lost if the pass is interrupted, or broken.
                 running, state = state, None
-                running = self.rows.advance(running, steps)
-                found = self.rows.collect(running, request)
-                state = running
-                for row, watch in enumerate(watches if request.stop else ()):
-                    seen = len(answers[row].token_ids)
-                    if row in cut:
-                        found[row] = cut[row]
-                    elif where := watch.feed(found[row].token_ids[seen:]):
-                        found[row] = cut[row] = found[row].cut(*where)
-                state = self.rows.end(state, list(cut)) if cut else state
-                answers = found
+                running = self.engine.advance(running, steps)
+                found = self.engine.collect(running, request)
+                answers = [w.apply(a) for w, a in zip(watches, found, strict=True)]
+                cut = [row for row, a in enumerate(answers) if a.stopped_at is not None]
+                state = self.engine.end(running, cut) if cut else running
                 yield answers
         finally:
             if state is not None:
@@ -232,9 +225,9 @@ class Session:
         # If this run is interrupted, the next one starts from an empty cache.
         self._cached_ids = [[] for _ in range(self.batch)]
         if cache is None:
-            return self.rows.new_cache(capacity)
+            return self.engine.new_cache(capacity)
         cache = grow(cache, capacity)
-        return cache.replace(length=self.rows.place(length.astype(np.int32)))
+        return cache.replace(length=self.engine.place(length.astype(np.int32)))
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

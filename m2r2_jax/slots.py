@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 
 from m2r2_jax.answers import Answer, StopStrings
+from m2r2_jax.engine import Engine, State
 from m2r2_jax.methods import Method
 from m2r2_jax.model import Model
 from m2r2_jax.requests import Request, make_request
-from m2r2_jax.rows import Rows, State
 
 _CHUNK = 8
 
@@ -73,15 +73,14 @@ class _Slots:
         self, model: Model, method: Method, batch: int, requests: list[Request]
     ):
         self.requests = requests
-        self.one, self.rows = Rows(model, method, 1), Rows(model, method, batch)
+        self.one, self.all = Engine(model, method, 1), Engine(model, method, batch)
         self.capacity = max(self.one.capacity_for(r, [0]) for r in requests)
         self.at: list[int | None] = [None] * batch
         self.watches: list[StopStrings | None] = [None] * batch
-        self.seen = [0] * batch
 
     def run(self) -> Iterator[tuple[int, Answer]]:
         waiting = collections.deque(range(len(self.requests)))
-        state = self.rows.idle(self.requests[0], self.capacity)
+        state = self.all.idle(self.requests[0], self.capacity)
         while True:
             for row, index in enumerate(self.at):
                 if index is None and waiting:
@@ -89,13 +88,13 @@ class _Slots:
                     state = _put_row(state, single, np.int32(row))
             if all(index is None for index in self.at):
                 return
-            state = self.rows.advance(state, _CHUNK)
-            done = self.rows.done(state)
+            state = self.all.advance(state, _CHUNK)
+            done = self.all.done(state)
             for row, answer in enumerate(self._answers(state)):
                 if answer is not None and (done[row] or answer.stopped_at is not None):
                     yield self.at[row], answer
                     self.at[row] = None
-            state = self.rows.end(
+            state = self.all.end(
                 state, [row for row, index in enumerate(self.at) if index is None]
             )
 
@@ -104,7 +103,7 @@ class _Slots:
         request = self.requests[index]
         params = request.sampling[0]
         tokenizer = self.one.model.tokenizer
-        self.at[row], self.seen[row] = index, 0
+        self.at[row] = index
         self.watches[row] = StopStrings(tokenizer, request.stop, params.min_new_tokens)
         return self.one.begin(request, self.one.new_cache(self.capacity))
 
@@ -112,16 +111,11 @@ class _Slots:
         """The answers so far of the rows at work, cut at their stop strings."""
         first = self.requests[0]
         prompts = [[0] if i is None else self.requests[i].prompts[0] for i in self.at]
-        answers = self.rows.collect(state, dataclasses.replace(first, prompts=prompts))
-        for row, index in enumerate(self.at):
-            if index is None:
-                answers[row] = None
-                continue
-            ids = answers[row].token_ids
-            fresh, self.seen[row] = ids[self.seen[row] :], len(ids)
-            if first.stop and (where := self.watches[row].feed(fresh)):
-                answers[row] = answers[row].cut(*where)
-        return answers
+        answers = self.all.collect(state, dataclasses.replace(first, prompts=prompts))
+        return [
+            None if index is None else watch.apply(answer)
+            for index, watch, answer in zip(self.at, self.watches, answers, strict=True)
+        ]
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))

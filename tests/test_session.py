@@ -16,9 +16,9 @@ from conftest import (
 
 from m2r2_jax import decoding, session
 from m2r2_jax.drafters import PromptLookup
+from m2r2_jax.engine import Engine
 from m2r2_jax.methods import EXACT_ROWS, Method
 from m2r2_jax.model import Model
-from m2r2_jax.rows import Rows
 from m2r2_jax.sampling import SamplingParams
 from m2r2_jax.session import Session
 
@@ -173,7 +173,7 @@ def used_session(tiny_model, monkeypatch):
 
     monkeypatch.setattr(decoding, "prefill", forbidden)
     monkeypatch.setattr(session, "grow", forbidden)
-    monkeypatch.setattr(Rows, "place", forbidden)
+    monkeypatch.setattr(Engine, "place", forbidden)
     return used
 
 

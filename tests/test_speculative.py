@@ -27,9 +27,9 @@ from m2r2_jax.cache import init_cache
 from m2r2_jax.compilation import CompileClock
 from m2r2_jax.draft_head import draft_head
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
+from m2r2_jax.engine import Engine
 from m2r2_jax.methods import EXACT_ROWS, Method
 from m2r2_jax.requests import make_request
-from m2r2_jax.rows import Rows
 from m2r2_jax.session import Session
 from m2r2_jax.speculative import Layout, Proposal
 
@@ -415,9 +415,10 @@ def test_update_is_told_the_state_of_the_token_before_the_root(
     truth = prompt + plain(prompt, 49)
     told = script([truth], pick=[0, 1, 0, ALL, NONE, 0, ALL])
     for rounds in range(1, 6):
-        rows = Rows(tiny_model, Method("scripted", drafter, told, EXACT_ROWS), 1)
+        engine = Engine(tiny_model, Method("scripted", drafter, told, EXACT_ROWS), 1)
         request = make_request(tiny_model, 1, [prompt], 40, eos_ids=NEVER)
-        state = rows.advance(rows.begin(request, rows.new_cache(256)), rounds)
+        state = engine.begin(request, engine.new_cache(256))
+        state = engine.advance(state, rounds)
         length = int(state.decode.length[0])
         assert state.decode.history[0, :length].tolist() == truth[:length]
         expected = final_state(tiny_model, truth[: length - 1])

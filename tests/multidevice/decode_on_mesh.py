@@ -11,9 +11,9 @@ import jax
 from conftest import PLAIN, TINY, StubTokenizer, tiny_params, unrolled
 
 from m2r2_jax import sharding
+from m2r2_jax.engine import Engine
 from m2r2_jax.methods import Method, build_method
 from m2r2_jax.model import Model
-from m2r2_jax.rows import Rows
 from m2r2_jax.sampling import SamplingParams
 from m2r2_jax.session import Session
 from m2r2_jax.transformer import weight_specs
@@ -48,8 +48,8 @@ def method_of(name: str, model: Model) -> Method:
     return build_method(name, model, exact=True, **SETTINGS[name])
 
 
-class Watched(Rows):
-    """Rows that note where the last state of their loop lies."""
+class Watched(Engine):
+    """An engine that notes where the last state of its loop lies."""
 
     def collect(self, state, *arguments):
         decode = getattr(state, "decode", state)
@@ -70,14 +70,14 @@ def spread(array: jax.Array) -> list:
 def turns(model: Model, name: str, batch: int, temperature: float) -> dict:
     """Ids of two turns, the second of which reuses the first one's cache."""
     session = Session(model, method_of(name, model), batch=batch)
-    session.rows = Watched(session.model, session.method, batch)
+    session.engine = Watched(session.model, session.method, batch)
     prompts, ids = PROMPTS[:batch], []
     for _ in range(2):
         how = SamplingParams(temperature=temperature, seed=3)
         answers, _ = session.run(prompts, 24, sampling=how)
         ids.append([answer.token_ids for answer in answers])
         prompts = [[*p, *new, 11, 12] for p, new in zip(prompts, ids[-1], strict=True)]
-    return {"ids": ids, "spread": session.rows.spread}
+    return {"ids": ids, "spread": session.engine.spread}
 
 
 def refusal(model: Model, batch: int) -> str:

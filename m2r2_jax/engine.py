@@ -1,4 +1,4 @@
-"""Rows on the device: a fixed number of them, decoded together with one method.
+"""The device's side of decoding: a fixed number of rows, with one method.
 
 `Session` and `slots` decide what the rows are given and what is kept of them; here is
 what happens in between, state in and state out.
@@ -29,8 +29,8 @@ _SLOT_STEP = 256  # Caches grow in these steps, so that shapes are few.
 State = DecodeState | SpeculativeState
 
 
-class Rows:
-    """B rows of one model and one method.
+class Engine:
+    """B rows of one model and one method, decoded together.
 
     Attributes:
       model: as the method wants it: with exact products in exact mode.
