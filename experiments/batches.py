@@ -18,9 +18,9 @@ from experiments import metrics
 from experiments.options import read_options
 from experiments.plots import save_figure
 from experiments.prompts import load_prompts
-from experiments.report import write_text
 from experiments.suite import Settings
 from m2r2_jax import Answer, Model, Session, build_method, load
+from m2r2_jax.files import write_text
 
 
 @dataclasses.dataclass(frozen=True)

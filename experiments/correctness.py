@@ -20,9 +20,9 @@ from tqdm.auto import tqdm
 from experiments import metrics
 from experiments.margins import logit_margin
 from experiments.prompts import load_prompts
-from experiments.report import write_text
 from experiments.suite import Settings
 from m2r2_jax import Model, SamplingParams, Session, build_method, load
+from m2r2_jax.files import write_text
 
 MODES = ("exact", "one row", "bf16")
 TIE = {"exact": 0.0, "one row": 1e-4, "bf16": 0.25}

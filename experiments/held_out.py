@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from experiments.models import batch_identity
 from experiments.prompts import load_prompts
-from m2r2_jax import Model, data, sharding, writing
+from m2r2_jax import Model, data, writing
 from m2r2_jax.exchanges import chat_frame
-from m2r2_jax.labels import LabelStore, label_rows
+from m2r2_jax.labels import LabelStore, label_rows, place_batch
 from m2r2_jax.losses import Batch
 
 _ANSWER_TOKENS, _ROWS = 128, 40
@@ -27,7 +26,7 @@ def held_out_batches(model: Model, folder: Path) -> list[Batch]:
     """
     if not _complete(model, folder):
         packed = _write(model)
-        about = {"model": model.config.name, "tokens": data.fingerprint(packed)}
+        about = {**batch_identity(model), "tokens": data.fingerprint(packed)}
         store = LabelStore.create(folder, packed, model.config.width, about)
         for _ in label_rows(model, store, _BATCH):
             pass
@@ -38,11 +37,11 @@ def held_out_batches(model: Model, folder: Path) -> list[Batch]:
 
 
 def _complete(model: Model, folder: Path) -> bool:
-    """Whether the folder holds all labels, and those of this model."""
+    """Whether the folder holds all labels, and those of this model in its dtype."""
     if not (folder / "labels.json").is_file():
         return False
     store = LabelStore(folder)
-    same = store.meta["about"]["model"] == model.config.name
+    same = batch_identity(model).items() <= store.meta["about"].items()
     return same and store.rows_done == len(store.packed)
 
 
@@ -61,19 +60,3 @@ def _write(model: Model) -> data.Packed:
     # Number 0 would be sampled, being the first of so many.
     written = writing.write_all(model, frame, config, len(turns), 1, turns)
     return data.pack(written, frame, 512, seed=0)
-
-
-def place_batch(model: Model, store: LabelStore, index: np.ndarray) -> Batch:
-    """Rows of a store on the device, or over the mesh."""
-    packed = store.packed
-    batch = Batch(
-        packed.tokens[index],
-        packed.segment[index],
-        packed.position[index],
-        packed.trained[index],
-        store.states[index],
-        store.argmax[index],
-    )
-    if model.mesh is None:
-        return jax.tree.map(jnp.asarray, batch)
-    return jax.device_put(batch, sharding.batched(model.mesh, batch))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
+
+from m2r2_jax.files import replacing
 
 
 def save_figure(
@@ -24,6 +25,5 @@ def save_figure(
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     draw(figure)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(aside, format="png", dpi=120)
-    os.replace(aside, path)
+    with replacing(path) as aside:
+        figure.savefig(aside, format="png", dpi=120)

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.costs import seconds_a_round
-from experiments.report import write_text
 from experiments.suite import Settings
 from m2r2_jax import Model, build_method, compilation, layers, load, sampling
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.files import write_text
 from m2r2_jax.sampling import Sampling, SamplingParams
 from m2r2_jax.transformer import unembed
 

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 from experiments.prompts import Prompt
-from experiments.report import Turn, write_text
+from experiments.report import Turn
 from m2r2_jax import Answer
+from m2r2_jax.files import write_text
 
 
 class Progress:

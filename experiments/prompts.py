@@ -80,7 +80,8 @@ def load_prompts(name: str, data_dir: Path | None, limit: int | None) -> list[Pr
     else:
         path = _file_of(name, data_dir)
         text, source = path.read_text(encoding="utf-8"), str(path)
-    lines = [line for line in text.splitlines() if line.strip()][:limit]
+    # Not `splitlines`: prompts may hold line separators that JSON leaves as they are.
+    lines = [line for line in text.split("\n") if line.strip()][:limit]
     if not lines:
         raise ValueError(f"{source} gives no prompt with limit {limit}")
     return [_read(line, source, i, SUITES.get(name)) for i, line in enumerate(lines, 1)]

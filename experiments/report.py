@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import metrics
 from experiments.plots import save_figure
 from m2r2_jax import Answer
+from m2r2_jax.files import write_text
 
 _COLUMNS = (
     "method",
@@ -208,14 +208,6 @@ def write(out: Path, record: dict, turns: Sequence[Turn]) -> None:
     write_text(out / "results.md", summary(record))
     _plot(out / "results.png", record)
     write_text(out / "results.json", json.dumps(record, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file at once: a reader, or a crash, never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
 
 
 def _plot(path: Path, record: dict) -> None:

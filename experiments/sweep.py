@@ -16,10 +16,10 @@ import numpy as np
 from experiments.costs import seconds_a_round
 from experiments.models import load_for_batches
 from experiments.options import read_options
-from experiments.report import write_text
 from experiments.suite import Settings
 from experiments.train import Trainer, TrainOptions
 from m2r2_jax import Model, build_method, load
+from m2r2_jax.files import write_text
 from m2r2_jax.labels import LabelStore
 
 _LENGTHS = (1, 2, 3, 4)

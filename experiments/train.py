@@ -16,10 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
-from experiments.held_out import held_out_batches, place_batch
+from experiments.held_out import held_out_batches
 from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
-from experiments.report import write_text
 from experiments.suite import Settings
 from experiments.train_log import Log, plot
 from m2r2_jax import Model, training
@@ -30,7 +29,8 @@ from m2r2_jax.accelerators import (
 )
 from m2r2_jax.closed_form import closed_form_start
 from m2r2_jax.draft_head import draft_head
-from m2r2_jax.labels import LabelStore
+from m2r2_jax.files import write_text
+from m2r2_jax.labels import LabelStore, place_batch
 from m2r2_jax.losses import Batch
 from m2r2_jax.multirate import MultiRateConfig
 from m2r2_jax.training import TrainConfig, TrainState

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.plots import save_figure
-from experiments.report import write_text
+from m2r2_jax.files import write_text
 
 
 class Log:

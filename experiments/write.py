@@ -18,10 +18,10 @@ from tqdm.auto import tqdm
 from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.prompts import load_prompts
-from experiments.report import write_text
 from experiments.suite import Settings
 from m2r2_jax import Model, data, writing
 from m2r2_jax.exchanges import chat_frame
+from m2r2_jax.files import write_text
 from m2r2_jax.writing import WritingConfig, WritingState
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from importlib import resources
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.files import replacing
 from m2r2_jax.multirate import MultiRateConfig, init_accelerators
 
 
@@ -65,10 +65,8 @@ def save_accelerators(path: str | Path, trained: TrainedAccelerators) -> None:
         "settings": json.dumps(dataclasses.asdict(trained.settings)),
         "recipe": json.dumps(trained.recipe),
     }
-    path = Path(path)
-    aside = path.with_suffix(".tmp")
-    save_file(tensors, aside, metadata=about)
-    os.replace(aside, path)
+    with replacing(Path(path)) as aside:
+        save_file(tensors, aside, metadata=about)
 
 
 def load_accelerators(path: str | Path, config: ModelConfig) -> TrainedAccelerators:
@@ -102,6 +100,12 @@ def load_accelerators(path: str | Path, config: ModelConfig) -> TrainedAccelerat
             f"the accelerators of {path} were trained for {about.get('model')} and do "
             f"not fit {config.name}; train some for it with --exp=train"
         )
+    if head_ids is not None and not _inside(head_ids, config.vocab_size):
+        raise ValueError(
+            f"the draft head of {path} has ids from {head_ids.min()} to "
+            f"{head_ids.max()}, the vocabulary of {config.name} {config.vocab_size}; "
+            "train accelerators for this model with --exp=train"
+        )
     leaves = [jnp.asarray(tensors[_name(key)], jnp.float32) for key, _ in keyed]
     return TrainedAccelerators(
         about["model"],
@@ -117,6 +121,10 @@ def shipped_accelerators(model: str) -> Path | None:
     """The file that this package ships for a model, if it does."""
     path = resources.files("m2r2_jax") / "artefacts" / f"{model}.safetensors"
     return Path(str(path)) if path.is_file() else None
+
+
+def _inside(ids: np.ndarray, vocab_size: int) -> bool:
+    return bool(np.all((ids >= 0) & (ids < vocab_size)))
 
 
 def _name(path) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import lzma
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from m2r2_jax.exchanges import Conversation, Frame
+from m2r2_jax.files import read_json_lines
 
 OPENING, PADDING = 0, -1  # Segments; conversations count from 1.
 
@@ -75,11 +74,7 @@ def _rows(path: Path) -> Iterator[dict]:
     if not files:
         raise FileNotFoundError(f"no .jsonl file and no dataset at {str(path)!r}")
     for file in files:
-        opener = lzma.open if file.suffix == ".xz" else open
-        with opener(file, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                if line.strip():
-                    yield json.loads(line)
+        yield from read_json_lines(file)
 
 
 @dataclasses.dataclass(frozen=True)

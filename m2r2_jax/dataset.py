@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tensorflow_datasets as tfds
+
+from m2r2_jax.files import read_json_lines
 
 
 class SelfWritten(tfds.core.GeneratorBasedBuilder):
@@ -49,8 +50,7 @@ class SelfWritten(tfds.core.GeneratorBasedBuilder):
     def _generate_examples(self) -> Iterator[tuple[int, dict]]:
         number = 0
         for path in sorted(self._source.glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                row = json.loads(line)
+            for row in read_json_lines(path):
                 ids = {
                     name: row.get(name, []) for name in ("prompt_ids", "response_ids")
                 }

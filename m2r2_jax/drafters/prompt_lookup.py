@@ -7,12 +7,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from m2r2_jax.cache import KVCache
-from m2r2_jax.speculative import Context, Layout, Outcome, Proposal
+from m2r2_jax.drafters.stateless import StatelessChain
+from m2r2_jax.speculative import Context
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(StatelessChain):
     """Copies what followed the latest earlier occurrence of the last n-gram.
 
     The longest matching n-gram wins. Without a match no draft is valid and the round
@@ -29,23 +29,8 @@ class PromptLookup:
     max_ngram: int
     min_ngram: int
 
-    @property
-    def layout(self) -> Layout:
-        return Layout.chain(self.length)
-
-    def init(self, params: dict, hidden_BD: jax.Array) -> tuple[()]:
-        return ()
-
-    def propose(
-        self, params: dict, state: tuple[()], context: Context
-    ) -> tuple[Proposal, tuple[()], KVCache]:
-        drafts_Bk, valid_Bk = jax.vmap(self._lookup)(context.history, context.length)
-        tokens_Bn = jnp.concatenate([context.root[:, None], drafts_Bk], axis=1)
-        valid_Bn = jnp.pad(valid_Bk, ((0, 0), (1, 0)), constant_values=True)
-        return Proposal(tokens_Bn, valid_Bn), state, context.cache
-
-    def update(self, params: dict, state: tuple[()], outcome: Outcome) -> tuple[()]:
-        return state
+    def drafts(self, context: Context) -> tuple[jax.Array, jax.Array]:
+        return jax.vmap(self._lookup)(context.history, context.length)
 
     def _lookup(self, history_S: jax.Array, length: jax.Array):
         """Drafts `[k]` and their validity of one row."""
