@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from experiments.suite import Settings
 from m2r2_jax import Model, load
+from m2r2_jax.cpu import has_bf16_units
 from m2r2_jax.sharding import make_mesh
 from m2r2_jax.transformer import matrix_dtype
 
-_CPU_INFO = Path("/proc/cpuinfo")
-_BF16_UNITS = {"avx512_bf16", "amx_bf16"}
-
 
 def load_for_batches(settings: Settings) -> Model:
-    """The model with an f32 stream, and matrices in the dtype that multiplies fastest:
-    large batches are bound by arithmetic, and matrix units have more of it in bf16.
+    """The model with an f32 stream, and matrices in the dtype that multiplies fastest,
+    the head's too: large batches are bound by arithmetic, and matrix units have more of
+    it in bf16.
     """
-    return load(
+    model = load(
         settings.model,
         dtype=fastest_matrix_dtype(),
         stream_dtype=jnp.float32,
         mesh=None if settings.mesh == "data:1" else make_mesh(settings.mesh),
     )
+    head = model.params.get("head", model.params["embed"])
+    head = head.astype(matrix_dtype(model.params))
+    return dataclasses.replace(model, params={**model.params, "head": head})
 
 
 def fastest_matrix_dtype() -> jnp.dtype:
@@ -37,8 +39,7 @@ def fastest_matrix_dtype() -> jnp.dtype:
     """
     if jax.default_backend() != "cpu":
         return jnp.bfloat16
-    found = _CPU_INFO.read_text().split() if _CPU_INFO.is_file() else ()
-    return jnp.float32 if _BF16_UNITS.isdisjoint(found) else jnp.bfloat16
+    return jnp.bfloat16 if has_bf16_units() else jnp.float32
 
 
 def batch_identity(model: Model) -> dict:

@@ -137,7 +137,7 @@ def _cache(model: Model, rows: int):
 @functools.partial(compilation.jit, static_argnames=("config",))
 def _attention(config: ModelConfig, q_1RKGH, buffers, mask_1RS) -> jax.Array:
     for keys, values in zip(buffers[::2], buffers[1::2], strict=True):
-        mixed = layers.attention(q_1RKGH, keys, values, mask_1RS)
+        mixed = layers.attention(q_1RKGH, keys, values, mask_1RS, config.products)
         q_1RKGH = q_1RKGH + mixed.reshape(q_1RKGH.shape)
     return q_1RKGH
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-_PRODUCTS = ("plain", "fast_on_cpu", "exact")
+# Vector registers of the CPU whose fused sums are meant; see `layers.linear`.
+FUSED_PRODUCTS = {"fused_16": 16, "fused_32": 32}
+_PRODUCTS = ("plain", *FUSED_PRODUCTS, "exact")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +28,9 @@ class ModelConfig:
       tied_head: whether the unembedding is the embedding.
       context_length: positions the model was trained for.
       products: how rows are multiplied by weights; values differ in their last bits.
-        "plain": one product, for training, GPU and TPU. "fast_on_cpu": what is fastest
-        for so many rows on XLA's CPU backend; two in f32 take the time of one.
+        "plain": one product, for training, GPU and TPU. "fused_16", "fused_32": what
+        is fastest for so many rows on XLA's CPU backend, on a CPU with so many vector
+        registers; two rows in f32 take the time of one.
         "exact": a row's f32 result does not depend on the rows beside it.
     """
 

@@ -33,8 +33,8 @@ def packed_rows(config: ModelConfig, segment_BT, position_BT) -> transformer.Row
     same_BTT = segment_BT[:, :, None] == segment_BT[:, None, :]
     sees_BTT = same_BTT | (segment_BT[:, None, :] == OPENING)
     causal_TT = jnp.tril(jnp.ones((T, T), jnp.bool_))
-    angles = layers.rotary_angles(position_BT, config.head_dim, config.rope_theta)
-    return transformer.Rows(angles, sees_BTT & causal_TT, T)
+    turns = transformer.rotary_turns(config, position_BT)
+    return transformer.Rows(turns, sees_BTT & causal_TT, T)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -48,9 +48,7 @@ def label(
         config, params["blocks"], x_BTD, rows, None, 0, config.num_layers
     )
     state_BTD = transformer.final_norm(config, params, x_BTD)
-    head = params.get("head", params["embed"])
-    head = head.astype(transformer.matrix_dtype(params))
-    argmax_BT = jnp.argmax(layers.linear(state_BTD, head), axis=-1)
+    argmax_BT = layers.argmax(transformer.unembed(config, params, state_BTD))
     return state_BTD.astype(jnp.bfloat16), argmax_BT.astype(jnp.int32)
 
 

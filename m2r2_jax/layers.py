@@ -18,15 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from m2r2_jax.config import FUSED_PRODUCTS
+
 # Norms, softmax and rotary angles are computed in f32 whatever the weights' dtype:
 # their sums and the angles of late positions lose too many bits in bf16.
 
 # Up to so many queries a head, transposing the scores is cheaper than the keys.
 _FEW_QUERIES = 64
-# Up to so many rows, fused sums beat a matrix product; behind them registers run out.
-_SUM_ROWS = 6
 # Up to so many rows, products run faster with the rows as columns.
 _COLUMNS = 16
+# Values that an arg-max compares at once, and how few are not worth it.
+_GROUP, _LEAST_GROUP = 256, 16
+# Positions in the finer of the two tables of rotary turns.
+_TURN = 256
 
 
 def linear(
@@ -65,15 +69,15 @@ def _way(products: str, x: jax.Array, weight: jax.Array) -> Callable:
     count = math.prod(x.shape[:-1])
     if products == "exact":
         return _exact_product
-    if products == "fast_on_cpu" and count <= _COLUMNS:
-        if count <= _SUM_ROWS and len(weight) % 2 == 0:
-            return _fused_sums
+    if products in FUSED_PRODUCTS and count <= _COLUMNS:
+        if len(weight) % 2 == 0 and _has_registers(2 * count, products):
+            return functools.partial(_fused_sums, registers=FUSED_PRODUCTS[products])
         if count > 1:
             return _as_columns
     return functools.partial(_product, axis=1)
 
 
-def _fused_sums(x_Ri: jax.Array, weight_oi: jax.Array) -> jax.Array:
+def _fused_sums(x_Ri: jax.Array, weight_oi: jax.Array, registers: int) -> jax.Array:
     """The product as one reduction that reads each weight once, for all rows.
 
     XLA's CPU backend makes one loop of it, with a sum per row in registers and the
@@ -82,20 +86,43 @@ def _fused_sums(x_Ri: jax.Array, weight_oi: jax.Array) -> jax.Array:
     loop is only fast where sums may be reordered (`compilation.jit`).
 
     The weight is read at two or four places at once: memory delivers more to several
-    streams, and what is read of the rows serves all of them.
+    streams, and what is read of the rows serves all of them. Each row has a sum at each
+    place, in a vector register.
     """
     count, outputs = len(x_Ri), len(weight_oi)
-    streams = 4 if count <= 2 and outputs % 4 == 0 else 2
-    # The barrier keeps the rows' own maths out of the loop over the weight.
-    rows = lax.optimization_barrier(x_Ri.astype(weight_oi.dtype).astype(jnp.float32))
+    streams = 4 if outputs % 4 == 0 and 4 * count <= registers // 2 else 2
+    rows = _computed_once(x_Ri.astype(weight_oi.dtype).astype(jnp.float32))
     parts = weight_oi.reshape(streams, outputs // streams, -1).astype(jnp.float32)
     terms = tuple(parts[part] * rows[row] for row, part in np.ndindex(count, streams))
+
+    return jnp.stack(_sum_together(terms, 1)).reshape(count, outputs)
+
+
+def _sum_together(terms: tuple[jax.Array, ...], axis: int) -> tuple[jax.Array, ...]:
+    """Sums of arrays of one shape over an axis, in one loop."""
 
     def add(left, right):
         return tuple(a + b for a, b in zip(left, right, strict=True))
 
-    sums = lax.reduce(terms, (jnp.float32(0),) * len(terms), add, (1,))
-    return jnp.stack(sums).reshape(count, outputs)
+    return lax.reduce(terms, (jnp.float32(0),) * len(terms), add, (axis,))
+
+
+def _has_registers(sums: int, products: str) -> bool:
+    """Whether so many sums of fused products stay in vector registers."""
+    return sums <= FUSED_PRODUCTS.get(products, 0) * 3 // 4
+
+
+def _computed_once(x: jax.Array) -> jax.Array:
+    """The same values, which XLA's CPU backend will not compute in their consumers.
+
+    It draws cheap maths, a norm's scale or a transposition, into the loop that reads
+    the result, where it would be done again for every output of a weight; divisions
+    it keeps out. By the time it is known that the divisor is always 1, and the
+    division dropped, the loops are made. `lax.optimization_barrier` is gone by then.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    one = 1 + lax.shift_right_logical(lax.population_count(bits), 6)
+    return lax.bitcast_convert_type(lax.div(bits, one), jnp.float32)
 
 
 def _as_columns(x_Ri: jax.Array, weight_oi: jax.Array, width: int = 0) -> jax.Array:
@@ -165,23 +192,50 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return (normalised * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> jax.Array:
-    """Rotation angles `[..., H/2]` in radians, f32, for positions `[...]`."""
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    return positions[..., None].astype(jnp.float32) / theta**exponents
+def rotary_turns(
+    positions: jax.Array, head_dim: int, theta: float, context_length: int
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[..., H/2]` of each pair's angle, f32, for positions `[...]`.
+
+    The turn to a position is the turn to a multiple of `_TURN` and one of less than
+    that, both from small tables. Compiled into the layers, cosines would be computed
+    anew in each of them, for every head.
+    """
+    near, far = _turn_tables(head_dim, theta, context_length)
+    near_cos, near_sin = jnp.asarray(near)[:, positions % _TURN]
+    far_cos, far_sin = jnp.asarray(far)[:, positions // _TURN]
+    cos = near_cos * far_cos - near_sin * far_sin
+    return cos, near_sin * far_cos + near_cos * far_sin
 
 
-def rotate(x_BRKGH: jax.Array, angles_BRh: jax.Array) -> jax.Array:
-    """Applies rotary position embedding; pairs are (i, i + H/2)."""
-    sin = jnp.sin(angles_BRh)[:, :, None, None]
-    cos = jnp.cos(angles_BRh)[:, :, None, None]
+@functools.cache
+def _turn_tables(head_dim: int, theta: float, context_length: int):
+    """Turns to 0.._TURN - 1, and to its multiples in the context: `[2, ..., H/2]`."""
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    steps = np.arange(_TURN), np.arange(0, context_length, _TURN)
+    angles = [np.outer(step, frequencies) for step in steps]
+    return [np.float32([np.cos(angle), np.sin(angle)]) for angle in angles]
+
+
+def rotate(x_BRKGH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Applies rotary position embedding; pairs are (i, i + H/2).
+
+    Args:
+      x_BRKGH: queries or keys.
+      turns: cosines and sines `[B, R, H/2]`, from `rotary_turns`.
+    """
+    cos, sin = (turn_BRh[:, :, None, None] for turn_BRh in turns)
     left, right = jnp.split(x_BRKGH.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
     return turned.astype(x_BRKGH.dtype)
 
 
 def attention(
-    q_BRKGH: jax.Array, keys_JSH: jax.Array, values_JSH: jax.Array, mask_BRS: jax.Array
+    q_BRKGH: jax.Array,
+    keys_JSH: jax.Array,
+    values_JSH: jax.Array,
+    mask_BRS: jax.Array,
+    products: str = "plain",
 ) -> jax.Array:
     """Grouped-query attention of R rows over S slots.
 
@@ -190,6 +244,7 @@ def attention(
       keys_JSH: keys in cache layout: both products then run without a transpose.
       values_JSH: values, same layout.
       mask_BRS: True where a row may read a slot; every row reads at least one.
+      products: as in `ModelConfig`.
 
     Returns:
       `[B, R, K*G*H]`.
@@ -197,7 +252,7 @@ def attention(
     B, R, K, G, H = q_BRKGH.shape
     q_JrH = q_BRKGH.swapaxes(1, 2).reshape(B * K, R * G, H)
     batch = ((0,), (0,))
-    scores_JrS = _scores(q_JrH, keys_JSH)
+    scores_JrS = _scores(q_JrH, keys_JSH, products)
     scores_BKRGS = scores_JrS.reshape(B, K, R, G, -1) * H**-0.5
     # A finite floor: a slot that is not written yet can never make a NaN.
     floor = jnp.finfo(jnp.float32).min
@@ -209,10 +264,12 @@ def attention(
     return out_JrH.reshape(B, K, R, G * H).swapaxes(1, 2).reshape(B, R, K * G * H)
 
 
-def _scores(q_JrH: jax.Array, keys_JSH: jax.Array) -> jax.Array:
+def _scores(q_JrH: jax.Array, keys_JSH: jax.Array, products: str) -> jax.Array:
     """Products of queries and keys, f32: `[J, r, S]`."""
-    batch = ((0,), (0,))
-    few = q_JrH.shape[1] <= _FEW_QUERIES
+    batch, queries = ((0,), (0,)), q_JrH.shape[1]
+    if _has_registers(queries, products):
+        return _fused_scores(q_JrH, keys_JSH)
+    few = queries <= _FEW_QUERIES
     left, right = (keys_JSH, q_JrH) if few else (q_JrH, keys_JSH)
     scores = lax.dot_general(
         left, right, (((2,), (2,)), batch), preferred_element_type=jnp.float32
@@ -220,6 +277,31 @@ def _scores(q_JrH: jax.Array, keys_JSH: jax.Array) -> jax.Array:
     # XLA would turn the product back to where its output needs no transpose, and with
     # it transpose the keys: three times the time of a decoding step's scores.
     return lax.optimization_barrier(scores).swapaxes(1, 2) if few else scores
+
+
+def _fused_scores(q_JrH: jax.Array, keys_JSH: jax.Array) -> jax.Array:
+    """As `_fused_sums`: one loop that reads each key once, for all queries."""
+    q_JrH = _computed_once(q_JrH.astype(keys_JSH.dtype).astype(jnp.float32))
+    keys_JSH = keys_JSH.astype(jnp.float32)
+    terms = tuple(keys_JSH * q_JrH[:, query, None] for query in range(q_JrH.shape[1]))
+    return jnp.stack(_sum_together(terms, 2), axis=1)
+
+
+def argmax(x: jax.Array) -> jax.Array:
+    """`jnp.argmax` over the last axis, of groups first and then inside the best one.
+
+    XLA's CPU backend compares value and index one by one, but vectorises a maximum:
+    over a vocabulary this takes a fifth of the time. Its maximum drops NaNs, which
+    count as infinite here: the first of either is taken.
+    """
+    group = math.gcd(x.shape[-1], _GROUP)
+    if group < _LEAST_GROUP:
+        return jnp.argmax(x, axis=-1)
+    groups = x.reshape(*x.shape[:-1], -1, group)
+    largest = jnp.max(jnp.where(jnp.isnan(groups), jnp.inf, groups), axis=-1)
+    best = jnp.argmax(largest, axis=-1)
+    inside = jnp.take_along_axis(groups, best[..., None, None], axis=-2)[..., 0, :]
+    return best * group + jnp.argmax(inside, axis=-1)
 
 
 def gated_product(gate_up: jax.Array) -> jax.Array:

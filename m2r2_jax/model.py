@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from m2r2_jax import fetch, sharding
 from m2r2_jax.checkpoint import GGUFFile, config_from_gguf, load_gguf_params
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.cpu import vector_registers
 from m2r2_jax.text import Tokenizer
 
 
@@ -84,7 +85,7 @@ def load(
     config = dataclasses.replace(
         config_from_gguf(file),
         name=name,
-        products="fast_on_cpu" if backend == "cpu" else "plain",
+        products=f"fused_{vector_registers()}" if backend == "cpu" else "plain",
     )
     tokenizer = Tokenizer.from_gguf(file.metadata)
 

@@ -19,6 +19,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from m2r2_jax.layers import argmax
+
 BROKEN = -1  # The choice among logits that hold a NaN.
 _GREEDY_BELOW = 1e-5  # Temperatures under it are greedy: one threshold for all paths.
 _SMALLEST_BIAS_BUCKET = 8
@@ -280,13 +282,13 @@ def choose(
             sampling.seed, position_BT, logits_BTV.shape[-1], head
         )
         noisy_BTV = jnp.where(is_drawn_B11, kept_BTV + noise_BTV, logits_BTV)
-        return jnp.argmax(noisy_BTV, axis=-1)
+        return argmax(noisy_BTV)
 
     # Noise over a whole vocabulary costs as much as the head: skipped when greedy.
     chosen_BT = lax.cond(
         jnp.any(sampling.temperature > 0),
         drawn,
-        lambda logits: jnp.argmax(logits, axis=-1),
+        argmax,
         logits_BTV,
     ).astype(jnp.int32)
     if head is not None:

@@ -24,7 +24,7 @@ from m2r2_jax.config import ModelConfig
 from m2r2_jax.data import PADDING
 from m2r2_jax.draft_head import DraftHead
 from m2r2_jax.labels import packed_rows
-from m2r2_jax.layers import linear
+from m2r2_jax.layers import argmax, linear
 from m2r2_jax.losses import Batch, draft_losses
 from m2r2_jax.multirate import MultiRateConfig
 
@@ -170,7 +170,7 @@ def acceptance_counts(
     alive_BT = batch.trained
     counts = [jnp.sum(alive_BT)]
     for step, state_BTD in enumerate(exits):
-        drafted_BT = head.ids[jnp.argmax(linear(state_BTD, head.weight), axis=-1)]
+        drafted_BT = head.ids[argmax(linear(state_BTD, head.weight))]
         right_BT = (drafted_BT == batch.argmax) & batch.trained
         # The chain that began `step` tokens earlier is judged here.
         alive_BT = right_BT & (alive_BT if step == 0 else previous(batch, alive_BT))

@@ -125,12 +125,12 @@ class Rows:
     """Where the rows of one pass stand and what they see.
 
     Attributes:
-      angles: rotary angles `[B, R, H/2]`.
+      turns: cosines and sines of the rotary angles, `[B, R, H/2]` each.
       mask: `bool[B, R, S]`, the cache slots (or, uncached, the rows) a row may read.
       slow: how many leading rows are slow ones, whose keys and values are kept.
     """
 
-    angles: jax.Array
+    turns: tuple[jax.Array, jax.Array]
     mask: jax.Array
     slow: int = struct.field(pytree_node=False)
 
@@ -153,14 +153,20 @@ def cached_rows(
     )
     sees_new_BTS = jnp.any(is_new_BTS & mask_TT[None, :, None, :], axis=-1)
     mask_BTS = (relative_BS < 0)[:, None] | sees_new_BTS
-    angles = layers.rotary_angles(positions_BT, config.head_dim, config.rope_theta)
-    return Rows(angles, mask_BTS, len(offset_T))
+    return Rows(rotary_turns(config, positions_BT), mask_BTS, len(offset_T))
+
+
+def rotary_turns(config: ModelConfig, positions: jax.Array):
+    """What queries and keys of these positions are turned by; see `layers`."""
+    return layers.rotary_turns(
+        positions, config.head_dim, config.rope_theta, config.context_length
+    )
 
 
 def with_fast_rows(rows: Rows) -> Rows:
     """The same rows again as fast ones, which see exactly what their slow twins see."""
     return Rows(
-        jnp.concatenate([rows.angles] * 2, axis=1),
+        tuple(jnp.concatenate([turn] * 2, axis=1) for turn in rows.turns),
         jnp.concatenate([rows.mask] * 2, axis=1),
         rows.slow,
     )
@@ -206,16 +212,17 @@ def block(
     G, epsilon = config.queries_per_kv, config.norm_epsilon
     normed = layers.rms_norm(x_BRD, weights["attention_norm"], epsilon)
     qkv_BRKgH = project(layer, "qkv", normed, weights["qkv"])
-    q_BRKGH = layers.rotate(qkv_BRKgH[..., :G, :], rows.angles)
+    q_BRKGH = layers.rotate(qkv_BRKgH[..., :G, :], rows.turns)
     slow_BTKgH = qkv_BRKgH[:, : rows.slow]
-    k_BTKH = layers.rotate(slow_BTKgH[..., G : G + 1, :], rows.angles[:, : rows.slow])
+    slow_turns = tuple(turn[:, : rows.slow] for turn in rows.turns)
+    k_BTKH = layers.rotate(slow_BTKgH[..., G : G + 1, :], slow_turns)
     k_BTKH, v_BTKH = k_BTKH[..., 0, :], slow_BTKgH[..., G + 1, :]
     if cache is None:
         keys, values = cache_layout(k_BTKH), cache_layout(v_BTKH)
     else:
         cache = cache.append(layer, k_BTKH, v_BTKH)
         keys, values = cache.read(layer)
-    mixed = layers.attention(q_BRKGH, keys, values, rows.mask)
+    mixed = layers.attention(q_BRKGH, keys, values, rows.mask, config.products)
     x_BRD = x_BRD + project(layer, "out", mixed, weights["out"])
     normed = layers.rms_norm(x_BRD, weights["mlp_norm"], epsilon)
     gate_up = project(layer, "gate_up", normed, weights["gate_up"])
@@ -272,10 +279,8 @@ def unembed(config: ModelConfig, params: dict, normed: jax.Array) -> jax.Array:
 def forward(config: ModelConfig, params: dict, tokens_BT: jax.Array) -> jax.Array:
     """Logits `[B, T, V]` of whole sequences, causal, without a cache."""
     T = tokens_BT.shape[1]
-    angles = layers.rotary_angles(
-        jnp.arange(T)[None], config.head_dim, config.rope_theta
-    )
-    rows = Rows(angles, jnp.tril(jnp.ones((1, T, T), jnp.bool_)), T)
+    turns = rotary_turns(config, jnp.arange(T)[None])
+    rows = Rows(turns, jnp.tril(jnp.ones((1, T, T), jnp.bool_)), T)
     x_BTD, _ = run_layers(
         config,
         params["blocks"],

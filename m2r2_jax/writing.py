@@ -20,10 +20,11 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from m2r2_jax import decoding, sharding
+from m2r2_jax import compilation, decoding, sharding
 from m2r2_jax.cache import KVCache, init_cache
 from m2r2_jax.config import ModelConfig
 from m2r2_jax.exchanges import Conversation, Frame
+from m2r2_jax.layers import argmax
 from m2r2_jax.model import Model
 from m2r2_jax.sampling import inverse_cdf
 
@@ -184,7 +185,7 @@ def _opened_cache(model: Model, frame: Frame, history: jax.Array) -> KVCache:
 
 
 @functools.partial(
-    jax.jit,
+    compilation.jit,
     static_argnames=("model", "frame", "config"),
     donate_argnames=("state",),
 )
@@ -293,7 +294,7 @@ def _choose(config, logits_BV, state, number_B, length_B) -> jax.Array:
 
     uniform_B = jax.vmap(uniform)(number_B, length_B)
     sampled_B = inverse_cdf(logits_BV / scale_B[:, None], uniform_B)
-    return jnp.where(greedy_B, jnp.argmax(logits_BV, axis=-1), sampled_B)
+    return jnp.where(greedy_B, argmax(logits_BV), sampled_B)
 
 
 def _repeats(history_BS, length_B, answer_start_B) -> jax.Array:

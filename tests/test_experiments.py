@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 
-import jax.numpy as jnp
 import pytest
 import tiny_chat
 
@@ -13,7 +12,6 @@ from experiments import (
     correctness,
     costs,
     decoding_speed,
-    models,
     profile,
     run,
     suite,
@@ -217,14 +215,3 @@ def test_profile_prints_parts_costs_and_bandwidth(tiny, tmp_path, monkeypatch, c
     assert all(seconds > 0 for p in record["parts"].values() for seconds in p.values())
     assert record["v"][2] > 0.5 and record["weight_bytes"] > 1e5
     assert "GB/s that a sum over 1 GiB reaches" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "dtype"), [("fpu avx2 fma", "float32"), ("fpu amx_bf16", "bfloat16")]
-)
-def test_batches_take_bf16_where_the_processor_has_units_for_it(
-    tmp_path, monkeypatch, flags, dtype
-):
-    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
-    monkeypatch.setattr(models, "_CPU_INFO", tmp_path / "cpuinfo")
-    assert jnp.dtype(models.fastest_matrix_dtype()) == dtype
