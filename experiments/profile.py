@@ -19,7 +19,15 @@ import numpy as np
 
 from experiments.costs import seconds_a_round
 from experiments.suite import Settings
-from m2r2_jax import Model, build_method, compilation, layers, load, sampling
+from m2r2_jax import (
+    Model,
+    build_method,
+    compilation,
+    layers,
+    load,
+    products,
+    sampling,
+)
 from m2r2_jax.config import ModelConfig
 from m2r2_jax.files import write_text
 from m2r2_jax.sampling import Sampling, SamplingParams
@@ -114,7 +122,7 @@ _sum = jax.jit(jnp.sum)
 @functools.partial(compilation.jit, static_argnames=("config",))
 def _projections(config: ModelConfig, params: dict, x_1RD: jax.Array) -> jax.Array:
     """The four products of every block, each waiting for the one before."""
-    linear = functools.partial(layers.linear, products=config.products)
+    linear = functools.partial(products.linear, products=config.products)
     for block in params["blocks"]:
         qkv = linear(x_1RD, block["qkv"]).reshape(*x_1RD.shape[:2], -1)
         wide = block["out"].shape[-1]

@@ -19,7 +19,7 @@ _FUSED_OPTIONS = {
 def jit(function: Callable, **options) -> Callable:
     """`jax.jit` for a decoding loop whose first argument is a `ModelConfig`.
 
-    The loops of `layers.linear`'s fused sums are only vectorised where LLVM may
+    The loops of `products.linear`'s fused sums are only vectorised where LLVM may
     reorder sums. XLA's option for it leaves NaNs and infinities alone; programs that
     promise exact rows are compiled without it.
     """

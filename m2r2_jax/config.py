@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-# Vector registers of the CPU whose fused sums are meant; see `layers.linear`.
+# Vector registers of the CPU whose fused sums are meant; see `products.linear`.
 FUSED_PRODUCTS = {"fused_16": 16, "fused_32": 32}
 _PRODUCTS = ("plain", *FUSED_PRODUCTS, "exact")
 

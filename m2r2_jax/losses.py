@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 
 from m2r2_jax.draft_head import DraftHead
-from m2r2_jax.layers import linear
+from m2r2_jax.products import linear
 
 _TOKENS_PER_PIECE = 512
 _PARTS = ("divergence", "refused", "distance", "agreement")

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from m2r2_jax import layers
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.products import linear, matmul
 from m2r2_jax.transformer import (
     Rows,
     final_norm,
@@ -140,7 +140,7 @@ def init_accelerators(
 
 def low_rank(pair: dict, x: jax.Array) -> jax.Array:
     """`(x A) B`: `[..., in] -> [..., out]`."""
-    return layers.matmul(layers.matmul(x, pair["down"]), pair["up"])
+    return matmul(matmul(x, pair["down"]), pair["up"])
 
 
 def start(
@@ -154,7 +154,7 @@ def start(
       state_BTD: normalised final hidden state of each token's predecessor; for a
         drafted predecessor its `exit_state` stands in, in training and decoding.
     """
-    return embedded_BTD + layers.matmul(state_BTD, accelerators["carry"])
+    return embedded_BTD + matmul(state_BTD, accelerators["carry"])
 
 
 def seed_again(accelerators: dict, slow_BTD: jax.Array, interval: int) -> jax.Array:
@@ -186,8 +186,8 @@ def exit_state(
     """
     own_BTD = final_norm(config, params, fast_BTD)
     maps = layer_weights(accelerators["exit"], exit)
-    moved_BTD = layers.matmul(own_BTD, maps["own"])
-    moved_BTD += layers.matmul(state_BTD, maps["carry"])
+    moved_BTD = matmul(own_BTD, maps["own"])
+    moved_BTD += matmul(state_BTD, maps["carry"])
     return final_norm(config, params, fast_BTD + moved_BTD)
 
 
@@ -238,7 +238,7 @@ def accelerated(
 
     def project(layer, name: str, x_BRI: jax.Array, weight: jax.Array) -> jax.Array:
         pairs = layer_weights(accelerators, layer)
-        product = layers.linear(x_BRI, weight, config.products)
+        product = linear(x_BRI, weight, config.products)
         fast_BTI = x_BRI[:, slow:]
         if name == "qkv":
             K, width, H = weight.shape[:3]

@@ -24,9 +24,10 @@ from m2r2_jax.config import ModelConfig
 from m2r2_jax.data import PADDING
 from m2r2_jax.draft_head import DraftHead
 from m2r2_jax.labels import packed_rows
-from m2r2_jax.layers import argmax, linear
+from m2r2_jax.layers import argmax
 from m2r2_jax.losses import Batch, draft_losses
 from m2r2_jax.multirate import MultiRateConfig
+from m2r2_jax.products import linear
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jax import lax
 from m2r2_jax import layers
 from m2r2_jax.cache import KVCache, cache_layout
 from m2r2_jax.config import ModelConfig
+from m2r2_jax.products import linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +178,7 @@ def slow_only(config: ModelConfig) -> Callable:
 
     def project(layer, name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
         del layer, name
-        return layers.linear(x, weight, config.products)
+        return linear(x, weight, config.products)
 
     return project
 
@@ -273,7 +274,7 @@ def unembed(config: ModelConfig, params: dict, normed: jax.Array) -> jax.Array:
     They never pass through bf16, which would round those of 16 and more to eighths.
     """
     head = params.get("head", params["embed"])
-    return layers.linear(normed, head, config.products, jnp.float32)
+    return linear(normed, head, config.products, jnp.float32)
 
 
 def forward(config: ModelConfig, params: dict, tokens_BT: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax import lax
 from m2r2_jax import multirate, sampling, transformer
 from m2r2_jax.cache import KVCache
 from m2r2_jax.config import ModelConfig
-from m2r2_jax.layers import linear
+from m2r2_jax.products import linear
 from m2r2_jax.speculative import Context, Layout, Outcome, Proposal, run_if
 
 
