@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import jax
 
+from m2r2_jax.config import FUSED_PRODUCTS
+
 _EVENT = "/jax/core/compile/backend_compile_duration"
 _REORDERED_SUMS = {"xla_cpu_enable_fast_math": True}
 # XLA's CPU backend keeps to half of the widest vectors unless told otherwise.
-_FUSED_OPTIONS = {
-    "fused_16": _REORDERED_SUMS,
-    "fused_32": {**_REORDERED_SUMS, "xla_cpu_prefer_vector_width": 512},
-}
+_WIDEST_VECTORS = {"xla_cpu_prefer_vector_width": 512}
 
 
 def jit(function: Callable, **options) -> Callable:
@@ -24,8 +23,13 @@ def jit(function: Callable, **options) -> Callable:
     promise exact rows are compiled without it.
     """
     fused = {
-        products: jax.jit(function, **options, compiler_options=compiler_options)
-        for products, compiler_options in _FUSED_OPTIONS.items()
+        products: jax.jit(
+            function,
+            **options,
+            compiler_options=_REORDERED_SUMS
+            | (_WIDEST_VECTORS if registers == 32 else {}),
+        )
+        for products, registers in FUSED_PRODUCTS.items()
     }
     others = jax.jit(function, **options)
 

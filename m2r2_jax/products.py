@@ -97,7 +97,6 @@ def _fused_sums(x_Ri: jax.Array, weight_oi: jax.Array, registers: int) -> jax.Ar
     rows = _computed_once(x_Ri.astype(weight_oi.dtype).astype(jnp.float32))
     parts = weight_oi.reshape(streams, outputs // streams, -1).astype(jnp.float32)
     terms = tuple(parts[part] * rows[row] for row, part in np.ndindex(count, streams))
-
     return jnp.stack(_sum_together(terms, 1)).reshape(count, outputs)
 
 
