@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 
 import jax
-from tqdm.auto import tqdm
 
 from experiments import metrics
+from experiments.bars import progress_bar
 from experiments.options import read_options
 from experiments.plots import save_figure
 from experiments.prompts import load_prompts
@@ -47,7 +47,7 @@ def run(settings: Settings) -> dict:
             "--limit that is a multiple of it"
         )
     rows = []
-    bar = tqdm(total=len(options.sizes), unit="size", disable=None)
+    bar = progress_bar(len(options.sizes), "size")
     for size in options.sizes:
         rows += _measure(model, settings, ids, size)
         bar.update()

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
 from experiments import metrics
+from experiments.bars import progress_bar
 from experiments.decoding_speed import Runner
 from experiments.options import read_options
 from experiments.prompts import load_prompts
@@ -56,7 +55,7 @@ def run(settings: Settings) -> dict:
         by_name[name] = drafting
         methods.append(dataclasses.replace(method, name=name))
     runner = Runner(model, methods, settings, temperature=0.0)
-    bar = tqdm(total=len(prompts) * len(methods), unit="answer set", disable=None)
+    bar = progress_bar(len(prompts) * len(methods), "answer set")
     results = [
         result
         for index, prompt in enumerate(prompts)

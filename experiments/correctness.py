@@ -15,9 +15,9 @@ import json
 
 import jax
 import jax.numpy as jnp
-from tqdm.auto import tqdm
 
 from experiments import metrics
+from experiments.bars import progress_bar
 from experiments.margins import logit_margin
 from experiments.prompts import load_prompts
 from experiments.suite import Settings
@@ -32,7 +32,7 @@ def run(settings: Settings) -> dict:
     """Runs all methods in all modes; raises nothing, the record says what parted."""
     prompts = load_prompts(settings.prompts, settings.data_dir, settings.limit)
     rows = []
-    bar = tqdm(total=len(MODES) * len(settings.methods), unit="method", disable=None)
+    bar = progress_bar(len(MODES) * len(settings.methods), "method")
     for mode in MODES:
         dtype = jnp.bfloat16 if mode == "bf16" else jnp.float32
         model = load(settings.model, dtype=dtype)

@@ -13,9 +13,9 @@ import resource
 import sys
 
 import jax
-from tqdm.auto import tqdm
 
 from experiments import report
+from experiments.bars import progress_bar
 from experiments.margins import logit_margin
 from experiments.progress import Progress
 from experiments.prompts import Prompt, load_prompts
@@ -51,7 +51,7 @@ def measure(experiment: str, settings: Settings) -> dict:
         f"{jax.devices()[0].device_kind}: {len(prompts)} {settings.prompts} prompts, "
         f"methods {', '.join(method.name for method in methods)}"
     )
-    bar = tqdm(total=len(prompts) * len(methods), unit="answer set", disable=None)
+    bar = progress_bar(len(prompts) * len(methods), "answer set")
     for index, group in enumerate(groups):
         if (done := progress.get(group)) is None:
             progress.add(group, runner.run_group(group, index, bar))

@@ -7,8 +7,8 @@ from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from tqdm.auto import tqdm
 
+from experiments.bars import progress_bar
 from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.suite import Settings
@@ -54,7 +54,7 @@ def run(settings: Settings) -> dict:
         f"{packed.tokens.shape[1]} tokens: {trained} to learn from, "
         f"{(packed.segment >= 0).mean():.1%} of the rows filled"
     )
-    bar = tqdm(total=len(packed), initial=store.rows_done, unit="row", disable=None)
+    bar = progress_bar(len(packed), "row", store.rows_done)
     for done in label_rows(model, store, options.batch):
         bar.update(done - bar.n)
     bar.close()

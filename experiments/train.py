@@ -14,8 +14,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from tqdm.auto import tqdm
 
+from experiments.bars import progress_bar
 from experiments.held_out import held_out_batches
 from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
@@ -180,7 +180,7 @@ class Trainer:
 
         log = Log(self.out / "log.jsonl", int(state.step))
         total = self.train.steps
-        bar = tqdm(total=total, initial=int(state.step), unit="step", disable=None)
+        bar = progress_bar(total, "step", int(state.step))
         started, tokens = time.perf_counter(), 0
         for step in range(int(state.step), total):
             batch = self.batch(step)

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
-from tqdm.auto import tqdm
 
+from experiments.bars import progress_bar
 from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.prompts import load_prompts
@@ -63,7 +63,7 @@ def run(settings: Settings) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     _check_identity(settings, {**batch_identity(model), **dataclasses.asdict(config)})
     started, tokens = time.perf_counter(), 0
-    bar = tqdm(total=count, unit="conversation", disable=None)
+    bar = progress_bar(count, "conversation")
     for done in range(0, count, shard):
         first, size = start + done, min(shard, count - done)
         path = folder / f"{first:07d}-{size}.jsonl"

@@ -16,7 +16,7 @@ _WIDEST_VECTORS = {"xla_cpu_prefer_vector_width": 512}
 
 
 def jit(function: Callable, **options) -> Callable:
-    """`jax.jit` for a decoding loop whose first argument is a `ModelConfig`.
+    """`jax.jit` for a program whose first argument is a `ModelConfig`.
 
     The loops of `products.linear`'s fused sums are only vectorised where LLVM may
     reorder sums. XLA's option for it leaves NaNs and infinities alone; programs that

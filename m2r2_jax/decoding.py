@@ -77,7 +77,9 @@ def chunk_sizes(count: int) -> list[int]:
     return sizes
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+@functools.partial(
+    compilation.jit, static_argnames=("config",), donate_argnames=("cache",)
+)
 def prefill(
     config: ModelConfig,
     params: dict,

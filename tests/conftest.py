@@ -21,6 +21,8 @@ from m2r2_jax.model import Model
 from m2r2_jax.sampling import SamplingParams
 from m2r2_jax.session import Session
 
+pytest.register_assert_rewrite("draft_methods")
+
 SMOLLM2_135M = ModelConfig(
     name="SmolLM2-135M-Instruct",
     vocab_size=49_152,
@@ -175,3 +177,18 @@ def default_gguf() -> Path:
 def default_model(default_gguf) -> Model:
     del default_gguf
     return m2r2_jax.load()
+
+
+@pytest.fixture(scope="session")
+def plain(tiny_model):
+    """Plain decoding of one prompt, remembered: `(prompt, count, **settings) -> ids`"""
+
+    @functools.cache
+    def ids(prompt, count, temperature, seed, eos_ids):
+        settings = {"temperature": temperature, "seed": seed, "eos_ids": eos_ids}
+        return run_one(tiny_model, PLAIN, list(prompt), count, **settings).token_ids
+
+    def answer(prompt, count, temperature=0.0, seed=0, eos_ids=NEVER):
+        return list(ids(tuple(prompt), count, temperature, seed, eos_ids))
+
+    return answer
