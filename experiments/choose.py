@@ -16,7 +16,7 @@ from experiments.options import read_options
 from experiments.prompts import load_prompts
 from experiments.suite import Settings
 from m2r2_jax import Answer, build_method, load
-from m2r2_jax.accelerators import (
+from m2r2_jax.checkpoints.accelerators import (
     DraftSettings,
     load_accelerators,
     save_accelerators,

@@ -21,17 +21,9 @@ from experiments.progress import Progress
 from experiments.prompts import Prompt, load_prompts
 from experiments.report import Turn
 from experiments.suite import Settings
-from m2r2_jax import (
-    Answer,
-    Method,
-    Model,
-    SamplingParams,
-    Session,
-    build_method,
-    load,
-)
-from m2r2_jax.compilation import CompileClock
-from m2r2_jax.sharding import batch_size, make_mesh
+from m2r2_jax import Answer, Method, Model, SamplingParams, Session, build_method, load
+from m2r2_jax.models.sharding import batch_size, make_mesh
+from m2r2_jax.ops.compilation import CompileClock
 
 EXACT_REFERENCE = "autoregressive_exact"
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from experiments.models import batch_identity
 from experiments.prompts import load_prompts
-from m2r2_jax import Model, data, writing
-from m2r2_jax.exchanges import chat_frame
-from m2r2_jax.labels import LabelStore, label_rows, place_batch
-from m2r2_jax.losses import Batch
+from m2r2_jax import Model
+from m2r2_jax.training import packing, writing
+from m2r2_jax.training.exchanges import chat_frame
+from m2r2_jax.training.labels import LabelStore, label_rows, place_batch
+from m2r2_jax.training.losses import Batch
 
 _ANSWER_TOKENS, _ROWS = 128, 40
 _NEVER = 10**6
@@ -26,7 +27,7 @@ def held_out_batches(model: Model, folder: Path) -> list[Batch]:
     """
     if not _complete(model, folder):
         packed = _write(model)
-        about = {**batch_identity(model), "tokens": data.fingerprint(packed)}
+        about = {**batch_identity(model), "tokens": packing.fingerprint(packed)}
         store = LabelStore.create(folder, packed, model.config.width, about)
         for _ in label_rows(model, store, _BATCH):
             pass
@@ -45,7 +46,7 @@ def _complete(model: Model, folder: Path) -> bool:
     return same and store.rows_done == len(store.packed)
 
 
-def _write(model: Model) -> data.Packed:
+def _write(model: Model) -> packing.Packed:
     frame = chat_frame(model.tokenizer)
     around = len(frame.opening) + len(frame.bridge) + _ANSWER_TOKENS
     prompts = load_prompts("embedded", None, None)
@@ -59,4 +60,4 @@ def _write(model: Model) -> data.Packed:
     )
     # Number 0 would be sampled, being the first of so many.
     written = writing.write_all(model, frame, config, len(turns), 1, turns)
-    return data.pack(written, frame, 512, seed=0)
+    return packing.pack(written, frame, 512, seed=0)

@@ -12,9 +12,9 @@ from experiments.bars import progress_bar
 from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.suite import Settings
-from m2r2_jax import data
-from m2r2_jax.exchanges import chat_frame
-from m2r2_jax.labels import LabelStore, label_rows
+from m2r2_jax.training import packing
+from m2r2_jax.training.exchanges import chat_frame
+from m2r2_jax.training.labels import LabelStore, label_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +36,17 @@ def run(settings: Settings) -> dict:
     model = load_for_batches(settings)
     frame = chat_frame(model.tokenizer)
     source = settings.data or _default_text()
-    conversations = data.read_conversations(source, model.tokenizer, frame)
+    conversations = packing.read_conversations(source, model.tokenizer, frame)
     conversations = conversations[: settings.limit]
-    packed = data.pack(conversations, frame, options.row_length, settings.seed)
+    packed = packing.pack(conversations, frame, options.row_length, settings.seed)
     about = {
         **batch_identity(model),
         "conversations": len(conversations),
         "seed": settings.seed,
-        "tokens": data.fingerprint(packed),
+        "tokens": packing.fingerprint(packed),
     }
     store = LabelStore.create(settings.out, packed, model.config.width, about)
-    ranking = data.rank_tokens(conversations, model.config.vocab_size)
+    ranking = packing.rank_tokens(conversations, model.config.vocab_size)
     np.save(settings.out / "ranking.npy", ranking)
     trained = int(packed.trained.sum())
     print(

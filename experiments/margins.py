@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from m2r2_jax import Model
-from m2r2_jax.transformer import forward
+from m2r2_jax.models.transformer import forward
 
 _forward = jax.jit(forward, static_argnums=0)
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from experiments.suite import Settings
 from m2r2_jax import Model, load
-from m2r2_jax.cpu import has_bf16_units
-from m2r2_jax.sharding import make_mesh
-from m2r2_jax.transformer import matrix_dtype
+from m2r2_jax.models.sharding import make_mesh
+from m2r2_jax.models.transformer import matrix_dtype
+from m2r2_jax.ops.cpu import has_bf16_units
 
 
 def load_for_batches(settings: Settings) -> Model:

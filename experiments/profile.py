@@ -19,19 +19,14 @@ import numpy as np
 
 from experiments.costs import seconds_a_round
 from experiments.suite import Settings
-from m2r2_jax import (
-    Model,
-    build_method,
-    compilation,
-    layers,
-    load,
-    products,
-    sampling,
-)
-from m2r2_jax.config import ModelConfig
+from m2r2_jax import Model, build_method, load
+from m2r2_jax.decoding import sampling
+from m2r2_jax.decoding.sampling import Sampling, SamplingParams
 from m2r2_jax.files import write_text
-from m2r2_jax.sampling import Sampling, SamplingParams
-from m2r2_jax.transformer import unembed
+from m2r2_jax.models import layers
+from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.transformer import unembed
+from m2r2_jax.ops import compilation, products
 
 _ROWS = (1, 2, 8)
 _WIDTHS = (2, 3, 4, 5, 6, 7, 8)

@@ -20,7 +20,7 @@ from experiments.suite import Settings
 from experiments.train import Trainer, TrainOptions
 from m2r2_jax import Model, build_method, load
 from m2r2_jax.files import write_text
-from m2r2_jax.labels import LabelStore
+from m2r2_jax.training.labels import LabelStore
 
 _LENGTHS = (1, 2, 3, 4)
 _COLUMNS = (

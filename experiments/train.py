@@ -21,19 +21,20 @@ from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.suite import Settings
 from experiments.train_log import Log, plot
-from m2r2_jax import Model, training
-from m2r2_jax.accelerators import (
+from m2r2_jax import Model
+from m2r2_jax.checkpoints.accelerators import (
     TrainedAccelerators,
     load_accelerators,
     save_accelerators,
 )
-from m2r2_jax.closed_form import closed_form_start
-from m2r2_jax.draft_head import draft_head
+from m2r2_jax.drafters.draft_head import draft_head
 from m2r2_jax.files import write_text
-from m2r2_jax.labels import LabelStore, place_batch
-from m2r2_jax.losses import Batch
-from m2r2_jax.multirate import MultiRateConfig
-from m2r2_jax.training import TrainConfig, TrainState
+from m2r2_jax.models.multirate import MultiRateConfig
+from m2r2_jax.training import steps
+from m2r2_jax.training.closed_form import closed_form_start
+from m2r2_jax.training.labels import LabelStore, place_batch
+from m2r2_jax.training.losses import Batch
+from m2r2_jax.training.steps import TrainConfig, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Trainer:
 
     def _started(self) -> TrainState:
         config, key = self.model.config, jax.random.key(self.settings.seed)
-        state = training.init_state(config, self.rates, self.train, key)
+        state = steps.init_state(config, self.rates, self.train, key)
         if self.options.start:
             found = load_accelerators(self.options.start, config)
             if found.rates != self.rates:
@@ -184,7 +185,7 @@ class Trainer:
         started, tokens = time.perf_counter(), 0
         for step in range(int(state.step), total):
             batch = self.batch(step)
-            state, metrics = training.train_step(
+            state, metrics = steps.train_step(
                 self.model.config,
                 self.rates,
                 self.train,
@@ -222,7 +223,7 @@ class Trainer:
         """Acceptance by position on held-out greedy answers, and tau from it."""
         counts = sum(
             np.asarray(
-                training.acceptance_counts(
+                steps.acceptance_counts(
                     self.model.config,
                     self.rates,
                     max(4, self.train.draft_steps),

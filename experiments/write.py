@@ -19,10 +19,11 @@ from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.prompts import load_prompts
 from experiments.suite import Settings
-from m2r2_jax import Model, data, writing
-from m2r2_jax.exchanges import chat_frame
+from m2r2_jax import Model
 from m2r2_jax.files import write_text
-from m2r2_jax.writing import WritingConfig, WritingState
+from m2r2_jax.training import packing, writing
+from m2r2_jax.training.exchanges import chat_frame
+from m2r2_jax.training.writing import WritingConfig, WritingState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +77,12 @@ def run(settings: Settings) -> dict:
             model, frame, config, size, first, given, watch=watch
         )
         tokens += sum(len(c.prompt_ids) + len(c.answer_ids) for c in written)
-        _store(path, [data.as_row(c, model.tokenizer, frame) for c in written])
+        _store(path, [packing.as_row(c, model.tokenizer, frame) for c in written])
         rate = tokens / (time.perf_counter() - started)
         bar.write(f"{path}: {tokens} tokens in this run, {rate:.0f} tokens/s")
     bar.close()
     if dataset:
-        from m2r2_jax.dataset import build
+        from m2r2_jax.training.dataset import build
 
         print(f"dataset: {build(folder, settings.out / 'dataset')}")
     return {"experiment": "write", "conversations": count, "tokens": tokens}

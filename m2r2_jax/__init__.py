@@ -4,23 +4,23 @@ The public names; everything else may change between versions.
 """
 
 from m2r2_jax._version import __version__
-from m2r2_jax.answers import Answer
+from m2r2_jax.checkpoints.model import Model, load
+from m2r2_jax.decoding.sampling import SamplingParams
+
+# Loading, and decoding with the pieces by hand.
+from m2r2_jax.drafters.methods import METHODS, Method, build_method
+from m2r2_jax.serving.answers import Answer
 
 # Text in, text out.
-from m2r2_jax.conversation import Chat, chat
-from m2r2_jax.generation import (
+from m2r2_jax.serving.conversation import Chat, chat
+from m2r2_jax.serving.generation import (
     Generation,
     Piece,
     generate,
     generate_many,
     stream_generate,
 )
-
-# Loading, and decoding with the pieces by hand.
-from m2r2_jax.methods import METHODS, Method, build_method
-from m2r2_jax.model import Model, load
-from m2r2_jax.sampling import SamplingParams
-from m2r2_jax.session import Session
+from m2r2_jax.serving.session import Session
 
 __all__ = [
     "METHODS",

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import m2r2_jax
-from m2r2_jax import multirate, transformer
-from m2r2_jax.answers import Answer
-from m2r2_jax.config import ModelConfig
-from m2r2_jax.draft_head import draft_head
+from m2r2_jax.checkpoints.fetch import default_model_file
+from m2r2_jax.checkpoints.model import Model
+from m2r2_jax.decoding.sampling import SamplingParams
 from m2r2_jax.drafters import MultiRateChain, PromptLookup
-from m2r2_jax.fetch import default_model_file
-from m2r2_jax.methods import EXACT_ROWS, Method
-from m2r2_jax.model import Model
-from m2r2_jax.sampling import SamplingParams
-from m2r2_jax.session import Session
+from m2r2_jax.drafters.draft_head import draft_head
+from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.models import multirate, transformer
+from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.serving.answers import Answer
+from m2r2_jax.serving.session import Session
 
 pytest.register_assert_rewrite("draft_methods")
 

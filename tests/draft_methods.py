@@ -15,13 +15,14 @@ from conftest import (
 )
 from scripted_drafters import ALL, NONE, Scripted, script
 
-from m2r2_jax import decoding, transformer
-from m2r2_jax.cache import init_cache
-from m2r2_jax.draft_head import draft_head
+from m2r2_jax.decoding import plain
+from m2r2_jax.decoding.speculative import Layout
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
-from m2r2_jax.methods import EXACT_ROWS, Method
-from m2r2_jax.session import Session
-from m2r2_jax.speculative import Layout
+from m2r2_jax.drafters.draft_head import draft_head
+from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.models import transformer
+from m2r2_jax.models.cache import init_cache
+from m2r2_jax.serving.session import Session
 
 PROMPTS = [[5, 17, 42, 3], [1, 1, 1], [7], [*range(100, 117)], [9, 8, 7, 6, 9, 8, 7]]
 CHAIN = Scripted(Layout.chain(8), TINY.vocab_size)
@@ -130,7 +131,7 @@ def assert_cache_is_fresh_prefill(session, texts):
     fresh = init_cache(TINY, batch, 256, jnp.float32, unrolled=True)
     hidden = jnp.zeros((batch, TINY.width))
     params = session.model.params
-    fresh, _ = decoding.prefill(TINY, params, fresh, hidden, tokens, counts)
+    fresh, _ = plain.prefill(TINY, params, fresh, hidden, tokens, counts)
     committed = np.arange(256) < counts[:, None]
     for found, expected in zip(
         (*cache.keys, *cache.values), (*fresh.keys, *fresh.values), strict=True

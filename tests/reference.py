@@ -7,7 +7,7 @@ interleaving spelled out, no cache, no stacking of rows.
 import jax
 import numpy as np
 
-from m2r2_jax.config import ModelConfig
+from m2r2_jax.models.config import ModelConfig
 
 
 def layer(tree, index: int):

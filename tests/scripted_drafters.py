@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m2r2_jax.speculative import Context, Layout, Proposal
+from m2r2_jax.decoding.speculative import Context, Layout, Proposal
 
 NONE, ALL = -1, -2
 

@@ -8,14 +8,14 @@ import pytest
 from conftest import EXACT_ROWS, PLAIN, TINY, run_one, tiny_accelerators
 
 from m2r2_jax import build_method
-from m2r2_jax.accelerators import (
+from m2r2_jax.checkpoints.accelerators import (
     DraftSettings,
     TrainedAccelerators,
     load_accelerators,
     save_accelerators,
 )
-from m2r2_jax.config import ModelConfig
-from m2r2_jax.multirate import MultiRateConfig
+from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.multirate import MultiRateConfig
 
 IDS = np.random.default_rng(0).permutation(TINY.vocab_size)[:200]
 TRAINED = TrainedAccelerators(

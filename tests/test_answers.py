@@ -2,7 +2,7 @@
 
 import pytest
 
-from m2r2_jax.answers import Answer, StopStrings
+from m2r2_jax.serving.answers import Answer, StopStrings
 
 
 class Letters:

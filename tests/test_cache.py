@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 
-from m2r2_jax.cache import KVCache, cache_layout, grow, init_cache
+from m2r2_jax.models.cache import KVCache, cache_layout, grow, init_cache
 
 CAPACITY = 12
 LAYERS, K, H = TINY.num_layers, TINY.num_kv_heads, TINY.head_dim

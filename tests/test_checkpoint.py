@@ -12,8 +12,9 @@ from conftest import TINY, tiny_params, unrolled
 from gguf_files import tensors_of, write
 
 import m2r2_jax
-from m2r2_jax import transformer
-from m2r2_jax.checkpoint import GGUFFile, config_from_gguf, load_gguf_params
+from m2r2_jax.checkpoints.gguf import GGUFFile, config_from_gguf, load_gguf_params
+from m2r2_jax.models import transformer
+from m2r2_jax.models.config import ModelConfig
 
 # Quantised rows are whole blocks of 32.
 CONFIG = dataclasses.replace(TINY, width=64, num_layers=2)
@@ -186,8 +187,6 @@ def test_unsupported_variants_are_refused(written, metadata, message):
 def test_missing_metadata_is_named(written):
     metadata = dict(GGUFFile(written()).metadata)
     del metadata["llama.block_count"]
-    config = functools.partial(
-        m2r2_jax.model.ModelConfig.from_gguf, tied_head=True, vocab_size=300
-    )
+    config = functools.partial(ModelConfig.from_gguf, tied_head=True, vocab_size=300)
     with pytest.raises(ValueError, match=r"no key 'llama\.block_count'"):
         config(metadata)

@@ -10,7 +10,11 @@ from test_accelerators import TRAINED
 
 from experiments import choose, run, sweep
 from experiments.sweep import SweepOptions
-from m2r2_jax.accelerators import DraftSettings, load_accelerators, save_accelerators
+from m2r2_jax.checkpoints.accelerators import (
+    DraftSettings,
+    load_accelerators,
+    save_accelerators,
+)
 
 
 @pytest.fixture(scope="module")

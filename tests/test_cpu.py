@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.models import fastest_matrix_dtype
-from m2r2_jax import cpu
+from m2r2_jax.ops import cpu
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tiny_chat
 
-from m2r2_jax import data
-from m2r2_jax.data import PADDING
-from m2r2_jax.exchanges import chat_frame
-from m2r2_jax.writing import Conversation
+from m2r2_jax.training import packing
+from m2r2_jax.training.exchanges import chat_frame
+from m2r2_jax.training.packing import PADDING
+from m2r2_jax.training.writing import Conversation
 
 MODEL = tiny_chat.chat_model()
 TOKENIZER, FRAME = MODEL.tokenizer, chat_frame(MODEL.tokenizer)
@@ -34,13 +34,13 @@ def test_conversations_come_back_exactly(name, tmp_path):
         Conversation(hello, hello, False),
         Conversation(hello, [], False),
     ]
-    rows = [data.as_row(c, TOKENIZER, FRAME) for c in exact]
+    rows = [packing.as_row(c, TOKENIZER, FRAME) for c in exact]
     assert "response_ids" in rows[0] and "response_ids" not in rows[50]
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     packed = lzma.compress(text) if name.endswith("xz") else text
     (tmp_path / name).write_bytes(packed)
     for path in (tmp_path, tmp_path / name):
-        assert data.read_conversations(path, TOKENIZER, FRAME) == exact
+        assert packing.read_conversations(path, TOKENIZER, FRAME) == exact
 
 
 def test_a_dataset_holds_the_same_conversations_in_order(tmp_path):
@@ -50,32 +50,32 @@ def test_a_dataset_holds_the_same_conversations_in_order(tmp_path):
     apart = TOKENIZER.encode("line separators \u2028 and \x85")
     first, second = [*MANY[::2], Conversation(apart, [*apart, 257], True)], MANY[1::2]
     for name, part in (("0.jsonl", first), ("1.jsonl", second)):
-        rows = (data.as_row(c, TOKENIZER, FRAME) for c in part)
+        rows = (packing.as_row(c, TOKENIZER, FRAME) for c in part)
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (source / name).write_text("".join(lines), encoding="utf-8")
     place = dataset.build(source, tmp_path / "dataset")
     assert list(place.glob("*.array_record*"))
-    found = data.read_conversations(place, TOKENIZER, FRAME)
+    found = packing.read_conversations(place, TOKENIZER, FRAME)
     assert found == first + second
     assert dataset.build(source, tmp_path / "dataset") == place
     (source / "1.jsonl").unlink()
     grown = dataset.build(source, tmp_path / "dataset")
-    assert data.read_conversations(grown, TOKENIZER, FRAME) == first
+    assert packing.read_conversations(grown, TOKENIZER, FRAME) == first
 
 
 def test_nothing_to_read_and_wrong_rows_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no .jsonl file and no dataset"):
-        data.read_conversations(tmp_path, TOKENIZER, FRAME)
+        packing.read_conversations(tmp_path, TOKENIZER, FRAME)
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match="row 1 is not a conversation .*response"):
-        data.read_conversations(tmp_path, TOKENIZER, FRAME)
+        packing.read_conversations(tmp_path, TOKENIZER, FRAME)
     (tmp_path / "a.jsonl").write_text('\n{"prompt": "x"\n')
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
-        data.read_conversations(tmp_path, TOKENIZER, FRAME)
+        packing.read_conversations(tmp_path, TOKENIZER, FRAME)
 
 
 def test_packing_keeps_every_conversation_whole_and_once():
-    packed = data.pack(MANY, FRAME, 128, seed=3)
+    packed = packing.pack(MANY, FRAME, 128, seed=3)
     opening = len(FRAME.opening)
     found = []
     for tokens, segment, position, trained in zip(
@@ -102,24 +102,28 @@ def test_packing_keeps_every_conversation_whole_and_once():
 
 
 def test_packing_is_a_function_of_the_seed():
-    one, same, other = (data.pack(MANY, FRAME, 128, seed) for seed in (3, 3, 4))
-    assert data.fingerprint(one) == data.fingerprint(same) != data.fingerprint(other)
+    one, same, other = (packing.pack(MANY, FRAME, 128, seed) for seed in (3, 3, 4))
+    assert (
+        packing.fingerprint(one)
+        == packing.fingerprint(same)
+        != packing.fingerprint(other)
+    )
 
 
 def test_long_conversations_are_cut_and_empty_ones_left_out():
     long = conversation(20, 300)
-    packed = data.pack([long, Conversation([], [1], True)], FRAME, 128, 0)
+    packed = packing.pack([long, Conversation([], [1], True)], FRAME, 128, 0)
     assert len(packed) == 1
     room = 128 - len(FRAME.opening)
     ids = [*long.prompt_ids, *FRAME.bridge, *long.answer_ids][:room]
     assert packed.tokens[0, -room:].tolist() == ids
     assert not packed.trained[0, -1]
     with pytest.raises(ValueError, match="rows of 16 tokens have no room"):
-        data.pack(MANY, FRAME, 16, 0)
+        packing.pack(MANY, FRAME, 16, 0)
 
 
 def test_ranking_counts_the_answers():
-    ranking = data.rank_tokens(MANY, 300)
+    ranking = packing.rank_tokens(MANY, 300)
     counts = np.bincount(np.concatenate([c.answer_ids for c in MANY]), minlength=300)
     assert ranking[0] == 257
     assert sorted(ranking) == list(range(300))

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from conftest import NEVER, PLAIN, TINY, run_one
 
-from m2r2_jax import decoding, sampling, transformer
-from m2r2_jax.cache import init_cache
-from m2r2_jax.compilation import CompileClock
-from m2r2_jax.decoding import DecodeState
-from m2r2_jax.methods import Method
-from m2r2_jax.sampling import Adjustments, Sampling, SamplingParams
-from m2r2_jax.session import Session
+from m2r2_jax.decoding import plain, sampling
+from m2r2_jax.decoding.plain import DecodeState
+from m2r2_jax.decoding.sampling import Adjustments, Sampling, SamplingParams
+from m2r2_jax.drafters.methods import Method
+from m2r2_jax.models import transformer
+from m2r2_jax.models.cache import init_cache
+from m2r2_jax.ops.compilation import CompileClock
+from m2r2_jax.serving.session import Session
 
 PROMPT = [5, 17, 42, 3]
 
@@ -128,7 +129,7 @@ def test_end_ids_in_the_prompt_do_not_end_an_answer(tiny_model, greedy):
     ],
 )
 def test_prefill_chunks_are_full_ones_and_a_bucket(count, sizes):
-    assert decoding.chunk_sizes(count) == sizes
+    assert plain.chunk_sizes(count) == sizes
 
 
 def prefilled(model, tokens, counts, size: int):
@@ -138,7 +139,7 @@ def prefilled(model, tokens, counts, size: int):
         padded[row, :count] = tokens[:count]
     cache = init_cache(TINY, 2, 64, jnp.float32, unrolled=True)
     hidden = jnp.full((2, TINY.width), 9.0)
-    return decoding.prefill(
+    return plain.prefill(
         TINY, model.params, cache, hidden, padded, np.array(counts, np.int32)
     )
 
@@ -177,7 +178,7 @@ def drawing(temperature, seed) -> Sampling:
 
 
 choose = jax.jit(sampling.choose)
-emit = jax.jit(decoding.emit)
+emit = jax.jit(plain.emit)
 
 
 @pytest.mark.parametrize("vary", ["seed", "position"])

@@ -7,12 +7,13 @@ import pytest
 import reference
 from conftest import TINY, tiny_accelerators, tiny_params, unrolled
 
-from m2r2_jax import decoding, transformer
-from m2r2_jax.cache import init_cache
-from m2r2_jax.draft_head import draft_head
+from m2r2_jax.decoding import plain
+from m2r2_jax.decoding.sampling import Sampling, SamplingParams
+from m2r2_jax.decoding.speculative import Context
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
-from m2r2_jax.sampling import Sampling, SamplingParams
-from m2r2_jax.speculative import Context
+from m2r2_jax.drafters.draft_head import draft_head
+from m2r2_jax.models import transformer
+from m2r2_jax.models.cache import init_cache
 
 GREEDY = Sampling.stack([SamplingParams()])
 
@@ -117,7 +118,7 @@ def propose(drafter: MultiRateChain, accelerators: dict):
     cache = init_cache(TINY, 1, 16, jnp.float32, unrolled=True)
     tokens = jnp.array([TEXT[:-1]])
     count, hidden = jnp.array([len(TEXT) - 1]), jnp.zeros((1, TINY.width))
-    cache, hidden = decoding.prefill(TINY, params, cache, hidden, tokens, count)
+    cache, hidden = plain.prefill(TINY, params, cache, hidden, tokens, count)
     accelerators = {
         **accelerators,
         "layers": transformer.unroll(accelerators["layers"]),

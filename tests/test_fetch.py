@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from m2r2_jax import fetch
+from m2r2_jax.checkpoints import fetch
 
 CONTENT = b"GGUF" + bytes(range(256)) * 9000  # More than one block of the copy.
 

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 import m2r2_jax
-from m2r2_jax import chat, generation
-from m2r2_jax.generation import (
+from m2r2_jax import chat
+from m2r2_jax.serving import generation
+from m2r2_jax.serving.generation import (
     Generation,
     encode_prompt,
     generate,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 
-from m2r2_jax import layers
+from m2r2_jax.models import layers
 
 attention = jax.jit(layers.attention, static_argnames="products")
 rms_norm = jax.jit(layers.rms_norm, static_argnums=2)

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from m2r2_jax import speculative
-from m2r2_jax.speculative import Layout, Proposal
+from m2r2_jax.decoding import speculative
+from m2r2_jax.decoding.speculative import Layout, Proposal
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import m2r2_jax
 from experiments.correctness import TIE
 from experiments.margins import logit_margin
 from experiments.metrics import first_difference
-from m2r2_jax.methods import METHODS, build_method
-from m2r2_jax.session import Session
+from m2r2_jax.drafters.methods import METHODS, build_method
+from m2r2_jax.serving.session import Session
 
 PROMPTS = [
     "Repeat this: The quick brown fox jumps over the lazy dog.",  # Copied in part.

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import pytest
 
-from m2r2_jax.methods import EXACT_ROWS, METHODS, build_method
-from m2r2_jax.session import Session
-from m2r2_jax.speculative import Layout
+from m2r2_jax.decoding.speculative import Layout
+from m2r2_jax.drafters.methods import EXACT_ROWS, METHODS, build_method
+from m2r2_jax.serving.session import Session
 
 
 @pytest.mark.parametrize("name", METHODS)

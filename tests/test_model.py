@@ -9,8 +9,8 @@ from conftest import TINY, tiny_params
 from gguf_files import tensors_of, write
 
 import m2r2_jax
-from m2r2_jax import transformer
-from m2r2_jax.cpu import vector_registers
+from m2r2_jax.models import transformer
+from m2r2_jax.ops.cpu import vector_registers
 
 CONFIG = dataclasses.replace(TINY, width=64, num_layers=2)
 LETTERS = [chr(code) for code in range(ord("!"), ord("~") + 1)]

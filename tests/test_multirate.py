@@ -9,8 +9,8 @@ import pytest
 import reference
 from conftest import TINY, tiny_accelerators, tiny_params, unrolled
 
-from m2r2_jax import multirate, transformer
-from m2r2_jax.cache import init_cache
+from m2r2_jax.models import multirate, transformer
+from m2r2_jax.models.cache import init_cache
 
 LENGTH, CAPACITY = 6, 16
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, LENGTH))

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2r2_jax import layers, products
+from m2r2_jax.models import layers
+from m2r2_jax.ops import products
 
 linear = jax.jit(products.linear, static_argnums=(2, 3))
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from conftest import NEVER, PLAIN, TINY, TINY_METHODS
 
-from m2r2_jax import transformer
-from m2r2_jax.model import Model
-from m2r2_jax.sampling import SamplingParams
-from m2r2_jax.session import Session
+from m2r2_jax.checkpoints.model import Model
+from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.models import transformer
+from m2r2_jax.serving.session import Session
 
 PROMPTS = [[5, 17, 42, 3], [1, 1, 1], [7, 8, 9, 7, 8, 9, 7]]
 every_method = pytest.mark.parametrize(

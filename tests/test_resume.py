@@ -13,7 +13,7 @@ import tiny_chat
 
 from experiments import run
 from experiments.held_out import held_out_batches
-from m2r2_jax.labels import LabelStore
+from m2r2_jax.training.labels import LabelStore
 
 _CODE = "import json, sys; from experiments.run import main\n"
 _CODE += "for stage in json.loads(sys.argv[1]): main(stage)"

@@ -5,8 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2r2_jax import sampling
-from m2r2_jax.sampling import BROKEN, Adjustments, Sampling, SamplingParams, Text
+from m2r2_jax.decoding import sampling
+from m2r2_jax.decoding.sampling import (
+    BROKEN,
+    Adjustments,
+    Sampling,
+    SamplingParams,
+    Text,
+)
 
 choose = jax.jit(sampling.choose)
 filtered = jax.jit(sampling.filtered)

@@ -14,13 +14,14 @@ from conftest import (
     run_one,
 )
 
-from m2r2_jax import decoding, session
+from m2r2_jax.checkpoints.model import Model
+from m2r2_jax.decoding import plain
+from m2r2_jax.decoding.sampling import SamplingParams
 from m2r2_jax.drafters import PromptLookup
-from m2r2_jax.engine import Engine
-from m2r2_jax.methods import EXACT_ROWS, Method
-from m2r2_jax.model import Model
-from m2r2_jax.sampling import SamplingParams
-from m2r2_jax.session import Session
+from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.serving import session
+from m2r2_jax.serving.engine import Engine
+from m2r2_jax.serving.session import Session
 
 PROMPT = [5, 17, 42, 3]
 NEXT_TURN = [11, 12, 13]
@@ -171,7 +172,7 @@ def used_session(tiny_model, monkeypatch):
     def forbidden(*arguments, **settings):
         raise AssertionError("device work before the arguments were checked")
 
-    monkeypatch.setattr(decoding, "prefill", forbidden)
+    monkeypatch.setattr(plain, "prefill", forbidden)
     monkeypatch.setattr(session, "grow", forbidden)
     monkeypatch.setattr(Engine, "place", forbidden)
     return used

@@ -8,10 +8,10 @@ import pytest
 from conftest import SMOLLM2_135M, TINY
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from m2r2_jax import sharding
-from m2r2_jax.cache import init_cache
-from m2r2_jax.sharding import RULES, make_mesh
-from m2r2_jax.transformer import weight_specs
+from m2r2_jax.models import sharding
+from m2r2_jax.models.cache import init_cache
+from m2r2_jax.models.sharding import RULES, make_mesh
+from m2r2_jax.models.transformer import weight_specs
 
 TWO_BY_FOUR = AbstractMesh((2, 4), ("data", "model"))
 

@@ -6,9 +6,9 @@ import pytest
 from conftest import NEVER, PLAIN, TINY, TINY_METHODS, run_one
 from test_requests import Spelling
 
-from m2r2_jax.compilation import CompileClock
-from m2r2_jax.sampling import SamplingParams
-from m2r2_jax.slots import answer_all
+from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.ops.compilation import CompileClock
+from m2r2_jax.serving.slots import answer_all
 
 PROMPTS = [
     [5, 17, 42, 3],

@@ -25,8 +25,8 @@ from draft_methods import (
 from scripted_drafters import accepted_depths, script
 
 from m2r2_jax.drafters import PromptLookup
-from m2r2_jax.methods import EXACT_ROWS, Method
-from m2r2_jax.session import Session
+from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.serving.session import Session
 
 
 @every_method

@@ -22,13 +22,13 @@ from draft_methods import (
 )
 from scripted_drafters import ALL, NONE, script
 
-from m2r2_jax import decoding, speculative
-from m2r2_jax.cache import init_cache
-from m2r2_jax.compilation import CompileClock
-from m2r2_jax.engine import Engine
-from m2r2_jax.methods import EXACT_ROWS, Method
-from m2r2_jax.requests import make_request
-from m2r2_jax.session import Session
+from m2r2_jax.decoding import plain, speculative
+from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.models.cache import init_cache
+from m2r2_jax.ops.compilation import CompileClock
+from m2r2_jax.serving.engine import Engine
+from m2r2_jax.serving.requests import make_request
+from m2r2_jax.serving.session import Session
 
 RAGGED = [PROMPTS[3], PROMPTS[0], PROMPTS[1]]
 
@@ -126,11 +126,11 @@ def test_i9_session_survives_an_exception(tiny_model, plain, name, where, monkey
         raise Interrupted
 
     with monkeypatch.context() as patch:
-        for module, loop in ((decoding, "decode"), (speculative, "speculate")):
+        for module, loop in ((plain, "decode"), (speculative, "speculate")):
             if where == "loop":
                 patch.setattr(module, loop, interrupt)
         if where == "prefill":
-            patch.setattr(decoding, "prefill", interrupt)
+            patch.setattr(plain, "prefill", interrupt)
         with pytest.raises(Interrupted):
             session.run([turn], 20)
     (answer,), _ = session.run([turn], 20)
@@ -162,4 +162,4 @@ def final_state(model, ids: list[int]):
     tokens[0, : len(ids)] = ids
     cache = init_cache(TINY, 1, 256, jnp.float32, unrolled=True)
     hidden, count = jnp.zeros((1, TINY.width)), np.array([len(ids)], np.int32)
-    return decoding.prefill(TINY, model.params, cache, hidden, tokens, count)[1][0]
+    return plain.prefill(TINY, model.params, cache, hidden, tokens, count)[1][0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from m2r2_jax.text import StreamDecoder, Tokenizer
+from m2r2_jax.text.tokenizer import StreamDecoder, Tokenizer
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "tokenizer.json").read_text(encoding="utf-8")

@@ -10,26 +10,19 @@ import pytest
 import tiny_chat
 from conftest import TINY, tiny_accelerators
 
-from m2r2_jax import (
-    Session,
-    data,
-    labels,
-    losses,
-    multirate,
-    training,
-    transformer,
-    writing,
-)
-from m2r2_jax.closed_form import closed_form_start
-from m2r2_jax.draft_head import draft_head
+from m2r2_jax import Session
 from m2r2_jax.drafters import MultiRateChain
-from m2r2_jax.exchanges import chat_frame
-from m2r2_jax.labels import LabelStore
-from m2r2_jax.losses import Batch, draft_losses
-from m2r2_jax.methods import EXACT_ROWS, Method
-from m2r2_jax.multirate import MultiRateConfig
-from m2r2_jax.training import TrainConfig
-from m2r2_jax.writing import WritingConfig
+from m2r2_jax.drafters.draft_head import draft_head
+from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.models import multirate, transformer
+from m2r2_jax.models.multirate import MultiRateConfig
+from m2r2_jax.training import labels, losses, packing, steps, writing
+from m2r2_jax.training.closed_form import closed_form_start
+from m2r2_jax.training.exchanges import chat_frame
+from m2r2_jax.training.labels import LabelStore
+from m2r2_jax.training.losses import Batch, draft_losses
+from m2r2_jax.training.steps import TrainConfig
+from m2r2_jax.training.writing import WritingConfig
 
 MODEL = tiny_chat.chat_model(gain=2)
 FRAME = chat_frame(MODEL.tokenizer)
@@ -64,7 +57,7 @@ def labelled(folder, packed) -> LabelStore:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> LabelStore:
-    packed = data.pack(conversations(), FRAME, LENGTH, 0)
+    packed = packing.pack(conversations(), FRAME, LENGTH, 0)
     return labelled(tmp_path_factory.mktemp("labels"), packed)
 
 
@@ -101,7 +94,7 @@ def test_labels_of_packed_rows_are_those_of_each_conversation_alone(store):
 
 
 def test_labelling_that_was_interrupted_goes_on_and_ends_the_same(store, tmp_path):
-    packed = data.pack(conversations(), FRAME, LENGTH, 0)
+    packed = packing.pack(conversations(), FRAME, LENGTH, 0)
     part = LabelStore.create(tmp_path, packed, TINY.width, {"about": "test"})
     steps = labels.label_rows(MODEL, part, 2)
     next(steps), next(steps)
@@ -110,7 +103,7 @@ def test_labelling_that_was_interrupted_goes_on_and_ends_the_same(store, tmp_pat
     for name in ("states", "argmax"):
         assert (getattr(again, name) == getattr(store, name)).all()
     # Labels of other text do not count.
-    other = data.pack(conversations(), FRAME, LENGTH, 1)
+    other = packing.pack(conversations(), FRAME, LENGTH, 1)
     assert LabelStore.create(tmp_path, other, TINY.width, {}).rows_done == 0
 
 
@@ -123,7 +116,7 @@ def test_simulated_acceptance_is_that_of_decoding(store):
     """The unrolled stream of training drafts what the drafter drafts in decoding."""
     accelerators = tiny_accelerators(2, scale=0.3, carry=0.3)
     rates, batch = RATES, batch_of(store, slice(None))
-    exits = training.exit_states(TINY, rates, DRAFTS, MODEL.params, accelerators, batch)
+    exits = steps.exit_states(TINY, rates, DRAFTS, MODEL.params, accelerators, batch)
     logits = [transformer.unembed(MODEL.config, MODEL.params, s) for s in exits[0]]
     drafts_ST = [np.asarray(logit).argmax(-1) for logit in logits]
     layers = transformer.unroll(accelerators["layers"])
@@ -159,7 +152,7 @@ def test_simulated_acceptance_is_that_of_decoding(store):
                     rounds += 1
                 at += committed
     assert rounds > 100
-    counts = training.acceptance_counts(
+    counts = steps.acceptance_counts(
         TINY, rates, DRAFTS, MODEL.params, head(), accelerators, batch
     )
     assert counts[0] == packed.trained.sum()
@@ -170,7 +163,7 @@ def test_a_segment_s_first_token_follows_the_opening():
     segment = jnp.asarray([[0, 0, 1, 1, 2, 2, -1, -1]])
     nothing = jnp.zeros((1, 8))
     batch = Batch(nothing, segment, nothing, nothing, nothing, nothing)
-    found = training.previous(batch, jnp.arange(8.0)[None])
+    found = steps.previous(batch, jnp.arange(8.0)[None])
     assert found[0, 1:6].tolist() == [0, 1, 2, 1, 4]
 
 
@@ -211,13 +204,13 @@ def test_losses_and_gradients_in_pieces_are_those_of_the_whole(store, monkeypatc
 
 def trained(store, steps, rates=RATES, **changes):
     train = dataclasses.replace(TRAIN, **changes)
-    state = training.init_state(TINY, rates, train, jax.random.key(0))
+    state = steps.init_state(TINY, rates, train, jax.random.key(0))
     batch = batch_of(store, slice(None))
     started = closed_form_start(TINY, rates, MODEL.params, state.accelerators, [batch])
     first = jax.device_get(started)  # The state is donated.
     state = state.replace(accelerators=started)
     for _ in range(steps):
-        state, metrics = training.train_step(
+        state, metrics = steps.train_step(
             TINY, rates, train, MODEL.params, head(), state, batch
         )
     return first, state, metrics
@@ -248,24 +241,24 @@ def test_later_exits_are_trained_too(store):
 
 def test_two_hundred_steps_raise_acceptance_on_held_out_text(tmp_path):
     """From near chance, without the closed form's help; with it, training adds."""
-    train_rows = data.pack(conversations(200), FRAME, LENGTH, 0)
-    held_rows = data.pack(conversations(16, seed=9), FRAME, LENGTH, 0)
+    train_rows = packing.pack(conversations(200), FRAME, LENGTH, 0)
+    held_rows = packing.pack(conversations(16, seed=9), FRAME, LENGTH, 0)
     learned = labelled(tmp_path / "train", train_rows)
     held_out = batch_of(labelled(tmp_path / "held_out", held_rows), slice(None))
     train = dataclasses.replace(TRAIN, draft_steps=1, learning_rate=1e-2)
 
     def acceptance(accelerators):
-        counts = training.acceptance_counts(
+        counts = steps.acceptance_counts(
             TINY, RATES, 1, MODEL.params, head(), accelerators, held_out
         )
         return counts[1] / counts[0]
 
     def after_training(started):
-        state = training.init_state(TINY, RATES, train, jax.random.key(0))
+        state = steps.init_state(TINY, RATES, train, jax.random.key(0))
         state, rng = state.replace(accelerators=started), np.random.default_rng(0)
         for _ in range(200):
             batch = batch_of(learned, rng.permutation(len(train_rows))[:8])
-            state, _ = training.train_step(
+            state, _ = steps.train_step(
                 TINY, RATES, train, MODEL.params, head(), state, batch
             )
         return acceptance(state.accelerators)

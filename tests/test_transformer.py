@@ -10,13 +10,14 @@ import pytest
 import reference
 from conftest import SMOLLM2_135M, TINY, tiny_params, unrolled
 
-from m2r2_jax import decoding, transformer
-from m2r2_jax.cache import KVCache, init_cache
-from m2r2_jax.speculative import Layout
+from m2r2_jax.decoding import plain
+from m2r2_jax.decoding.speculative import Layout
+from m2r2_jax.models import transformer
+from m2r2_jax.models.cache import KVCache, init_cache
 
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 12))
 forward = jax.jit(transformer.forward, static_argnums=0)
-score = jax.jit(decoding.score, static_argnums=0)
+score = jax.jit(plain.score, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,7 @@ def test_layers_may_be_run_in_two_goes(params):
     whole, expected, filled = score(TINY, params, cache, *rows)
     early = jax.jit(run_early, static_argnums=0)
     x_BRD, half = early(TINY, params, cache, TOKENS, causal)
-    later = jax.jit(functools.partial(decoding.score, TINY, start_layer=2))
+    later = jax.jit(functools.partial(plain.score, TINY, start_layer=2))
     hidden, logits, joined = later(params, half, *rows, x_BRD)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     np.testing.assert_allclose(hidden, whole, atol=1e-5)

@@ -7,8 +7,8 @@ import numpy as np
 from conftest import TINY, tiny_params, unrolled
 from gguf_files import tensors_of, write
 
-from m2r2_jax.model import Model
-from m2r2_jax.text import _BYTES, Tokenizer
+from m2r2_jax.checkpoints.model import Model
+from m2r2_jax.text.tokenizer import _BYTES, Tokenizer
 
 # Fillers are ids that no text encodes to: a model may emit them all the same.
 _TOKENS = [*_BYTES, "<|im_start|>", "<|im_end|>", "he"]

@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from m2r2_jax.decoding.speculative import Context
 from m2r2_jax.drafters.stateless import StatelessChain
-from m2r2_jax.speculative import Context
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import abc
 import jax
 import jax.numpy as jnp
 
-from m2r2_jax.cache import KVCache
-from m2r2_jax.speculative import Context, Layout, Outcome, Proposal
+from m2r2_jax.decoding.speculative import Context, Layout, Outcome, Proposal
+from m2r2_jax.models.cache import KVCache
 
 
 class StatelessChain(abc.ABC):

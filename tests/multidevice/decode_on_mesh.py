@@ -10,13 +10,13 @@ import sys
 import jax
 from conftest import PLAIN, TINY, StubTokenizer, tiny_params, unrolled
 
-from m2r2_jax import sharding
-from m2r2_jax.engine import Engine
-from m2r2_jax.methods import Method, build_method
-from m2r2_jax.model import Model
-from m2r2_jax.sampling import SamplingParams
-from m2r2_jax.session import Session
-from m2r2_jax.transformer import weight_specs
+from m2r2_jax.checkpoints.model import Model
+from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.drafters.methods import Method, build_method
+from m2r2_jax.models import sharding
+from m2r2_jax.models.transformer import weight_specs
+from m2r2_jax.serving.engine import Engine
+from m2r2_jax.serving.session import Session
 
 PROMPTS = [[5, 17, 42, 3], [1, 1, 1], [*range(100, 117)], [9, 8, 7, 6, 9, 8, 7]]
 SETTINGS = {

@@ -1,0 +1,1 @@
+"""Files to models: GGUF, trained accelerators, the default model's download."""

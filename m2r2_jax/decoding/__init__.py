@@ -1,0 +1,1 @@
+"""How tokens are chosen, and the loops that choose them."""

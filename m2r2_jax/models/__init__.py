@@ -1,0 +1,1 @@
+"""The transformer, its accelerated stream, its cache, and how both are sharded."""

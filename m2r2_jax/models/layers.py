@@ -1,0 +1,147 @@
+"""The maths of a transformer block as free functions on arrays.
+
+Legend of the letters in variable names, here and in every other module:
+  B batch            D model width      N query heads          V vocabulary
+  T new tokens       F hidden width     K key/value heads      L layers
+  R rows (T slow,    H head width       G queries per kv head  J = B * K
+    then fast rows)  S cache slots      n rows of a draft layout
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from m2r2_jax.ops.products import fused_scores, has_registers
+
+# Norms, softmax and rotary angles are computed in f32 whatever the weights' dtype:
+# their sums and the angles of late positions lose too many bits in bf16.
+
+# Up to so many queries a head, transposing the scores is cheaper than the keys.
+_FEW_QUERIES = 64
+# Values that an arg-max compares at once, and how few are not worth it.
+_GROUP, _LEAST_GROUP = 256, 16
+# Positions in the finer of the two tables of rotary turns.
+_TURN = 256
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Root-mean-square normalisation over the last axis, in f32 inside."""
+    x_f32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True)
+    normalised = x_f32 * lax.rsqrt(mean_square + epsilon)
+    return (normalised * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary_turns(
+    positions: jax.Array, head_dim: int, theta: float, context_length: int
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[..., H/2]` of each pair's angle, f32, for positions `[...]`.
+
+    The turn to a position is the turn to a multiple of `_TURN` and one of less than
+    that, both from small tables. Compiled into the layers, cosines would be computed
+    anew in each of them, for every head.
+    """
+    near, far = _turn_tables(head_dim, theta, context_length)
+    near_cos, near_sin = jnp.asarray(near)[:, positions % _TURN]
+    far_cos, far_sin = jnp.asarray(far)[:, positions // _TURN]
+    cos = near_cos * far_cos - near_sin * far_sin
+    return cos, near_sin * far_cos + near_cos * far_sin
+
+
+@functools.cache
+def _turn_tables(head_dim: int, theta: float, context_length: int):
+    """Turns to 0.._TURN - 1, and to its multiples in the context: `[2, ..., H/2]`."""
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    steps = np.arange(_TURN), np.arange(0, context_length, _TURN)
+    angles = [np.outer(step, frequencies) for step in steps]
+    return [np.float32([np.cos(angle), np.sin(angle)]) for angle in angles]
+
+
+def rotate(x_BRKGH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Applies rotary position embedding; pairs are (i, i + H/2).
+
+    Args:
+      x_BRKGH: queries or keys.
+      turns: cosines and sines `[B, R, H/2]`, from `rotary_turns`.
+    """
+    cos, sin = (turn_BRh[:, :, None, None] for turn_BRh in turns)
+    left, right = jnp.split(x_BRKGH.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+    return turned.astype(x_BRKGH.dtype)
+
+
+def attention(
+    q_BRKGH: jax.Array,
+    keys_JSH: jax.Array,
+    values_JSH: jax.Array,
+    mask_BRS: jax.Array,
+    products: str = "plain",
+) -> jax.Array:
+    """Grouped-query attention of R rows over S slots.
+
+    Args:
+      q_BRKGH: queries, grouped by the key/value head they read.
+      keys_JSH: keys in cache layout: both products then run without a transpose.
+      values_JSH: values, same layout.
+      mask_BRS: True where a row may read a slot; every row reads at least one.
+      products: as in `ModelConfig`.
+
+    Returns:
+      `[B, R, K*G*H]`.
+    """
+    B, R, K, G, H = q_BRKGH.shape
+    q_JrH = q_BRKGH.swapaxes(1, 2).reshape(B * K, R * G, H)
+    batch = ((0,), (0,))
+    scores_JrS = _scores(q_JrH, keys_JSH, products)
+    scores_BKRGS = scores_JrS.reshape(B, K, R, G, -1) * H**-0.5
+    # A finite floor: a slot that is not written yet can never make a NaN.
+    floor = jnp.finfo(jnp.float32).min
+    masked = jnp.where(mask_BRS[:, None, :, None], scores_BKRGS, floor)
+    weights_JrS = jax.nn.softmax(masked, axis=-1).reshape(scores_JrS.shape)
+    out_JrH = lax.dot_general(
+        weights_JrS.astype(values_JSH.dtype), values_JSH, (((2,), (1,)), batch)
+    )
+    return out_JrH.reshape(B, K, R, G * H).swapaxes(1, 2).reshape(B, R, K * G * H)
+
+
+def _scores(q_JrH: jax.Array, keys_JSH: jax.Array, products: str) -> jax.Array:
+    """Products of queries and keys, f32: `[J, r, S]`."""
+    batch, queries = ((0,), (0,)), q_JrH.shape[1]
+    if has_registers(queries, products):
+        return fused_scores(q_JrH, keys_JSH)
+    few = queries <= _FEW_QUERIES
+    left, right = (keys_JSH, q_JrH) if few else (q_JrH, keys_JSH)
+    scores = lax.dot_general(
+        left, right, (((2,), (2,)), batch), preferred_element_type=jnp.float32
+    )
+    # XLA would turn the product back to where its output needs no transpose, and with
+    # it transpose the keys: three times the time of a decoding step's scores.
+    return lax.optimization_barrier(scores).swapaxes(1, 2) if few else scores
+
+
+def argmax(x: jax.Array) -> jax.Array:
+    """`jnp.argmax` over the last axis, of groups first and then inside the best one.
+
+    XLA's CPU backend compares value and index one by one, but vectorises a maximum:
+    over a vocabulary this takes a fifth of the time. Its maximum drops NaNs, which
+    count as infinite here: the first of either is taken.
+    """
+    group = math.gcd(x.shape[-1], _GROUP)
+    if group < _LEAST_GROUP:
+        return jnp.argmax(x, axis=-1)
+    groups = x.reshape(*x.shape[:-1], -1, group)
+    largest = jnp.max(jnp.where(jnp.isnan(groups), jnp.inf, groups), axis=-1)
+    best = jnp.argmax(largest, axis=-1)
+    inside = jnp.take_along_axis(groups, best[..., None, None], axis=-2)[..., 0, :]
+    return best * group + jnp.argmax(inside, axis=-1)
+
+
+def gated_product(gate_up: jax.Array) -> jax.Array:
+    """SiLU-gated product of an MLP's halves: `[..., 2, F] -> [..., F]`."""
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]

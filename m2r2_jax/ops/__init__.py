@@ -1,0 +1,1 @@
+"""How rows and weights are multiplied here, and what is this machine's alone."""

@@ -1,0 +1,222 @@
+"""The device's side of decoding: a fixed number of rows, with one method.
+
+`Session` and `slots` decide what the rows are given and what is kept of them; here is
+what happens in between, state in and state out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from m2r2_jax.checkpoints.model import Model
+from m2r2_jax.decoding import plain, speculative
+from m2r2_jax.decoding.plain import DecodeState
+from m2r2_jax.decoding.sampling import BROKEN, Adjustments, Sampling
+from m2r2_jax.decoding.speculative import SpeculativeState
+from m2r2_jax.drafters.methods import Method
+from m2r2_jax.models import sharding
+from m2r2_jax.models.cache import KVCache, init_cache
+from m2r2_jax.serving.answers import Answer
+from m2r2_jax.serving.requests import Request
+
+_SLOT_STEP = 256  # Caches grow in these steps, so that shapes are few.
+
+State = DecodeState | SpeculativeState
+
+
+class Engine:
+    """B rows of one model and one method, decoded together.
+
+    Attributes:
+      model: as the method wants it: with exact products in exact mode.
+      method: from `build_method`.
+      batch: B.
+    """
+
+    def __init__(self, model: Model, method: Method, batch: int):
+        """Raises ValueError when the mesh cannot hold the batch."""
+        shards = sharding.batch_size(model.mesh)
+        if batch < 1 or batch % shards:
+            raise ValueError(
+                f"batch {batch} does not fill the mesh's data axis of {shards}; use a "
+                f"multiple of {shards}"
+            )
+        self.model = model.exact if method.rows > 1 else model
+        self.method, self.batch = method, batch
+
+    def capacity_for(self, request: Request, kept: Sequence[int]) -> int:
+        """Slots that the rows' caches need, the rows of a pass included."""
+        drafter = self.method.drafter
+        pass_rows = max(self.method.rows, drafter.layout.size if drafter else 1)
+        prefilled = max(kept) + sum(chunks_for(request.prompts, kept))
+        needed = max(prefilled, max(request.limits) + pass_rows)
+        return -(-needed // _SLOT_STEP) * _SLOT_STEP
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache, born on its devices."""
+        dtype = self.model.params["embed"].dtype
+        return _cache_maker(
+            self.model.config,
+            self.model.mesh,
+            self.batch,
+            capacity,
+            dtype,
+            self.model.unrolled,
+        )()
+
+    def begin(self, request: Request, cache: KVCache) -> State:
+        """The state before the first pass.
+
+        Args:
+          request: one prompt a row.
+          cache: donated; the first `length` positions of each row are its prompt's.
+        """
+        cache, hidden = self._prefill(request.prompts, cache)
+        state = self._state(cache, request)
+        if self.method.drafter is None:
+            return state
+        return speculative.start(self.method.drafter, self._params, state, hidden)
+
+    def idle(self, request: Request, capacity: int) -> State:
+        """A state whose rows are all done, of the shapes that `begin` gives."""
+        nothing = dataclasses.replace(
+            request,
+            prompts=[[0]] * self.batch,
+            limits=[0] * self.batch,
+            sampling=request.sampling[:1] * self.batch,
+        )
+        return self.begin(nothing, self.new_cache(capacity))
+
+    def place(self, array: np.ndarray) -> jax.Array:
+        """Puts a batch-major host array on the device or over the mesh."""
+        mesh = self.model.mesh
+        if mesh is None:
+            return jnp.asarray(array)
+        return jax.device_put(array, sharding.batched(mesh, array))
+
+    def _prefill(self, prompts, cache: KVCache) -> tuple[KVCache, jax.Array]:
+        """Brings the cache to every position before each prompt's last token."""
+        model = self.model
+        position = np.asarray(cache.length)
+        ends = np.array([len(prompt) - 1 for prompt in prompts])
+        dtype = model.params["embed"].dtype
+        hidden = self.place(np.zeros((self.batch, model.config.width), dtype))
+        for size in chunks_for(prompts, position):
+            count = np.clip(ends - position, 0, size)
+            tokens = np.zeros((self.batch, size), np.int32)
+            for row, prompt in enumerate(prompts):
+                chunk = prompt[position[row] : position[row] + count[row]]
+                tokens[row, : count[row]] = chunk
+            placed = self.place(tokens), self.place(count.astype(np.int32))
+            cache, hidden = plain.prefill(
+                model.config, model.params, cache, hidden, *placed
+            )
+            position = position + count
+        return jax.block_until_ready((cache, hidden))
+
+    def _state(self, cache: KVCache, request: Request) -> DecodeState:
+        prompts, limits = request.prompts, request.limits
+        lengths = np.array([len(prompt) for prompt in prompts])
+        history = np.zeros((self.batch, cache.capacity), np.int32)
+        for row, prompt in enumerate(prompts):
+            history[row, : len(prompt)] = prompt
+        rows = {
+            "history": history,
+            "limit": np.array(limits, np.int32),
+            "done": lengths >= np.array(limits),
+            "sampling": Sampling.stack(request.sampling),
+            "adjustments": Adjustments.stack(request.sampling, lengths),
+            "scores": np.zeros(history.shape, np.float32),
+        }
+        return DecodeState(
+            cache=cache,
+            eos=jnp.asarray(sorted(request.eos_ids), jnp.int32),
+            scored=jnp.asarray(request.logprobs),
+            **jax.tree.map(self.place, rows),
+        )
+
+    @property
+    def _params(self) -> dict:
+        return {"model": self.model.params, **self.method.params}
+
+    def advance(self, state: State, steps: int) -> State:
+        """The state after at most so many passes of the full model; donated."""
+        config, method, steps = self.model.config, self.method, np.int32(steps)
+        if method.drafter is None:
+            params = self.model.params
+            state = plain.decode(config, params, state, steps, method.rows)
+        else:
+            state = speculative.speculate(
+                config, method.drafter, self._params, state, steps, method.rows
+            )
+        return jax.block_until_ready(state)
+
+    def done(self, state: State) -> np.ndarray:
+        """Which rows have ended: `bool[B]`."""
+        return np.asarray(decode_state(state).done)
+
+    def end(self, state: State, rows: Sequence[int]) -> State:
+        """The state with these rows done, wherever they stand."""
+        done = self.done(state).copy()
+        done[rows] = True
+        decode = decode_state(state).replace(done=self.place(done))
+        return decode if state is decode_state(state) else state.replace(decode=decode)
+
+    def collect(self, state: State, request: Request) -> list[Answer]:
+        """Each row's answer so far.
+
+        Raises:
+          FloatingPointError: the model's logits hold a NaN.
+        """
+        decode = decode_state(state)
+        arrays = decode.history, decode.length, decode.scores
+        history, ends, scores = jax.device_get(arrays)
+        trace = None if decode is state else jax.device_get(state.trace)
+        answers = []
+        for row, prompt in enumerate(request.prompts):
+            span = slice(len(prompt), ends[row])
+            ids = history[row, span].tolist()
+            if ids[-1:] == [BROKEN]:
+                raise FloatingPointError(
+                    f"the model's logits hold a NaN at position {ends[row] - 1} of row "
+                    f"{row}; load the model with dtype=jnp.float32, or check its file"
+                )
+            stopped = bool(ids) and ids[-1] in request.eos_ids
+            counts = [], [], [1] * len(ids)
+            if trace is not None:
+                rounds = int(trace.rounds[row])
+                counts = (trace.proposed, trace.accepted, trace.committed)
+                counts = [count[row, :rounds].tolist() for count in counts]
+            logprobs = scores[row, span].tolist() if request.logprobs else None
+            reason = "stop" if stopped else "length"
+            answers.append(Answer(ids, reason, *counts, logprobs=logprobs))
+        return answers
+
+
+def decode_state(state: State) -> DecodeState:
+    """The plain state inside a draft-verify state, or the state itself."""
+    return state if isinstance(state, DecodeState) else state.decode
+
+
+def chunks_for(prompts: Sequence[Sequence[int]], kept: Sequence[int]) -> list[int]:
+    """Padded sizes of the prefill calls behind the kept positions."""
+    longest = max(len(p) - 1 - int(k) for p, k in zip(prompts, kept, strict=True))
+    return plain.chunk_sizes(longest)
+
+
+@functools.cache
+def _cache_maker(config, mesh, batch: int, capacity: int, dtype, unrolled: bool):
+    """The function behind `new_cache`; kept, or every session would compile it."""
+    create = functools.partial(
+        init_cache, config, batch, capacity, dtype, unrolled=unrolled
+    )
+    if mesh is None:
+        return jax.jit(create)
+    shardings = sharding.cache_shardings(mesh, jax.eval_shape(create))
+    return jax.jit(create, out_shardings=shardings)

@@ -1,0 +1,260 @@
+"""`generate` and `stream_generate`: text in, text out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from m2r2_jax.checkpoints.model import Model, load
+from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.drafters.methods import build_method
+from m2r2_jax.serving.session import Session
+from m2r2_jax.serving.slots import answer_all
+from m2r2_jax.text.tokenizer import StreamDecoder
+
+DEFAULT_METHOD = "prompt_lookup"
+
+Message = dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A generated answer with what it took.
+
+    Attributes:
+      text: the answer, without control tokens.
+      token_ids: emitted ids, the ending one included.
+      prompt_tokens: tokens of the rendered prompt.
+      finish_reason: "stop" or "length".
+      method: decoding method.
+      tau: tokens per pass of the full model; None for an empty answer.
+      prefill_seconds: wall-clock time of the prompt.
+      decode_seconds: wall-clock time of the answer.
+      logprobs: of each id under the model, when asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+    method: str
+    tau: float | None
+    prefill_seconds: float
+    decode_seconds: float
+    logprobs: list[float] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a streamed answer.
+
+    Attributes:
+      text: new text, never half a character nor the beginning of a stop string.
+      token_ids: new ids; their text may come with a later piece.
+      finish_reason: of the last piece, "stop" or "length"; None before.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+def generate(
+    prompt: str | Sequence[Message],
+    model: Model | None = None,
+    *,
+    max_new_tokens: int = 256,
+    method: str = DEFAULT_METHOD,
+    stop: Sequence[str] = (),
+    logprobs: bool = False,
+    truncate: str | None = None,
+    details: bool = False,
+    **sampling,
+) -> str | Generation:
+    """Generates an answer; prints nothing.
+
+    Args:
+      prompt: a user's message, or a conversation of `{"role", "content"}` messages.
+        A plain string is completed as it is when the model has no chat template.
+      model: from `load`; the default model when None, loaded once per process.
+      max_new_tokens: at most this many tokens.
+      method: a decoding method of `m2r2_jax.METHODS`; all give the same text.
+      stop: strings that end the answer and are not part of it.
+      logprobs: whether to compute each token's log-probability (see `details`).
+      truncate: what gives way where prompt and new tokens exceed the context, "answer"
+        or "prompt"; an error by default.
+      details: whether to return ids, tau and timings too.
+      **sampling: of `SamplingParams`, such as `temperature`, `top_p`, `seed`; greedy by
+        default. The same seed gives the same text, whatever the method.
+
+    Returns:
+      The text, or a `Generation` when `details` is set.
+
+    Raises:
+      ValueError: an empty or over-long prompt, or a setting out of range.
+      FileNotFoundError: the default model is not there and cannot be fetched.
+      FloatingPointError: the model's logits hold a NaN.
+    """
+    params = SamplingParams(**sampling)
+    model = default_model() if model is None else model
+    ids = encode_prompt(model, prompt)
+    (answer,), timing = Session(model, build_method(method, model)).run(
+        [ids],
+        max_new_tokens,
+        sampling=params,
+        stop=stop,
+        logprobs=logprobs,
+        truncate=truncate,
+    )
+    text = answer.text(model.tokenizer)
+    if not details:
+        return text
+    return Generation(
+        text,
+        answer.token_ids,
+        len(ids),
+        answer.finish_reason,
+        method,
+        answer.tau,
+        timing.prefill_seconds,
+        timing.decode_seconds,
+        answer.logprobs,
+    )
+
+
+def generate_many(
+    prompts: Sequence[str | Sequence[Message]],
+    model: Model | None = None,
+    *,
+    batch: int = 8,
+    max_new_tokens: int = 256,
+    method: str = DEFAULT_METHOD,
+    stop: Sequence[str] = (),
+    truncate: str | None = None,
+    **sampling,
+) -> list[str]:
+    """As `generate` for many prompts, several of which decode together.
+
+    A row whose answer has ended takes the next prompt at once.
+
+    Args:
+      prompts: as for `generate`.
+      model: as for `generate`, without a mesh.
+      batch: how many decode together.
+      max_new_tokens: as for `generate`, like all arguments that follow; the same for
+        all prompts.
+      method: see there.
+      stop: see there.
+      truncate: see there.
+      **sampling: see there.
+
+    Raises:
+      ValueError: as `generate`, for any of the prompts, before any work.
+    """
+    params = SamplingParams(**sampling)
+    model = default_model() if model is None else model
+    answers = answer_all(
+        model,
+        build_method(method, model),
+        [encode_prompt(model, prompt) for prompt in prompts],
+        max_new_tokens,
+        batch=batch,
+        sampling=params,
+        stop=stop,
+        truncate=truncate,
+    )
+    texts = {index: answer.text(model.tokenizer) for index, answer in answers}
+    return [texts[index] for index in range(len(prompts))]
+
+
+def stream_generate(
+    prompt: str | Sequence[Message],
+    model: Model | None = None,
+    *,
+    max_new_tokens: int = 256,
+    method: str = DEFAULT_METHOD,
+    stop: Sequence[str] = (),
+    truncate: str | None = None,
+    **sampling,
+) -> Iterator[Piece]:
+    """As `generate`, in pieces as they come; their texts join to its text.
+
+    Raises:
+      ValueError: as `generate`, at once.
+    """
+    params = SamplingParams(**sampling)
+    model = default_model() if model is None else model
+    session = Session(model, build_method(method, model))
+    return stream_session(
+        session,
+        encode_prompt(model, prompt),
+        max_new_tokens,
+        sampling=params,
+        stop=stop,
+        truncate=truncate,
+    )
+
+
+def stream_session(
+    session: Session, ids: list[int], max_new_tokens: int, **settings
+) -> Iterator[Piece]:
+    """Pieces of the answer of a session of one row.
+
+    Args:
+      session: its cache is kept, also when the pieces are not taken to the end.
+      ids: the whole conversation so far.
+      max_new_tokens: at most this many tokens.
+      **settings: as for `Session.stream`.
+    """
+    chunks = session.stream([ids], max_new_tokens, **settings)
+    return _pieces(session.model.tokenizer, chunks, settings.get("stop", ()))
+
+
+def _pieces(tokenizer, chunks, stop: Sequence[str]) -> Iterator[Piece]:
+    decoder, text, sent, count = StreamDecoder(tokenizer), "", 0, 0
+    with contextlib.closing(chunks):
+        for (answer,) in chunks:
+            fresh = answer.token_ids[count:]
+            text += decoder.push(fresh)
+            count += len(fresh)
+            ready = len(text) - _held_back(text, stop)
+            if answer.stopped_at is not None:
+                ready = answer.stopped_at
+            if fresh:
+                yield Piece(text[sent:ready], fresh)
+                sent = max(sent, ready)
+    text = (text + decoder.flush())[: answer.stopped_at]
+    yield Piece(text[sent:], [], answer.finish_reason)
+
+
+def _held_back(text: str, stop: Sequence[str]) -> int:
+    """Characters at the end that may be the beginning of a stop string."""
+    longest = max((len(s) for s in stop), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(s.startswith(text[-size:]) for s in stop):
+            return size
+    return 0
+
+
+def encode_prompt(model: Model, prompt: str | Sequence[Message]) -> list[int]:
+    """Token ids of a message or a conversation, opened for the model's answer.
+
+    Raises:
+      ValueError: an empty prompt, or malformed messages.
+    """
+    if not isinstance(prompt, str):
+        messages = list(prompt) if isinstance(prompt, Sequence) else prompt
+        return model.tokenizer.encode_chat(messages)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give at least one visible character")
+    if not model.tokenizer.has_chat_template:
+        return model.tokenizer.encode(prompt)
+    return model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+
+@functools.cache
+def default_model() -> Model:
+    """The default model, loaded once per process."""
+    return load()

@@ -1,0 +1,1 @@
+"""Token ids from text and back, and chat templates."""

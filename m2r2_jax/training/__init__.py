@@ -1,0 +1,1 @@
+"""Text the model writes, its labels, and accelerators learnt from them."""

@@ -1,0 +1,389 @@
+"""A model writes its own training text: prompts and answers, in large batches.
+
+One jitted loop `state -> state` decodes many conversations side by side. A row whose
+conversation has ended stores it and takes the next one at once, without the host: the
+chat template's opening is the same for all of them and stays in the row's cache, so a
+row starts over by setting its length back. A conversation is a function of the
+settings and its number, whatever its neighbours are; the number of rows is one of the
+settings, since sums round differently with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from m2r2_jax.checkpoints.model import Model
+from m2r2_jax.decoding import plain
+from m2r2_jax.decoding.sampling import inverse_cdf
+from m2r2_jax.models import sharding
+from m2r2_jax.models.cache import KVCache, init_cache
+from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.layers import argmax
+from m2r2_jax.ops import compilation
+from m2r2_jax.training.exchanges import Conversation, Frame
+
+LOOP_NGRAM = 8  # A turn has run into a loop at the third appearance of such a run.
+
+
+@dataclasses.dataclass(frozen=True)
+class WritingConfig:
+    """How conversations are written.
+
+    Attributes:
+      rows: conversations decoded side by side (B).
+      max_prompt_tokens: a user turn is cut there.
+      max_answer_tokens: an answer is cut there.
+      sampled_every: one answer in so many is sampled, the others are greedy.
+      answer_temperature: of the sampled answers; user turns are sampled at 1.
+      seed: of all randomness.
+    """
+
+    rows: int = 128
+    max_prompt_tokens: int = 64
+    max_answer_tokens: int = 160
+    sampled_every: int = 4
+    answer_temperature: float = 0.8
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("rows", "max_prompt_tokens", "max_answer_tokens", "sampled_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if not self.answer_temperature > 0:
+            raise ValueError(
+                f"answer_temperature {self.answer_temperature} must be positive; for "
+                "greedy answers only, make sampled_every larger than the count"
+            )
+
+
+@struct.dataclass
+class WritingState:
+    """Everything the loop carries: B rows at work on N conversations.
+
+    Attributes:
+      cache: holds `length - 1` positions of each row.
+      history: `int32[B, S]`, the rows' tokens from the opening on.
+      index: `int32[B]`, the conversation a row is at; N for an idle row.
+      answer_start: `int32[B]`, where the answer begins; 0 while the user's turn is on.
+      next_index: `int32[]`, the first conversation nobody has taken.
+      given: `int32[N, U]` user turns that were given; unread behind `given_length`.
+      given_length: `int32[N]`; 0 where the model writes the user's turn itself.
+      written: `int32[N, S]`, tokens of ended conversations.
+      ends: `int32[N, 3]`, for each: answer start, length, 1 if it ended by itself.
+      tokens: `int32[]`, tokens chosen or given so far, the template's left out.
+    """
+
+    cache: KVCache
+    history: jax.Array
+    index: jax.Array
+    answer_start: jax.Array
+    next_index: jax.Array
+    given: jax.Array
+    given_length: jax.Array
+    written: jax.Array
+    ends: jax.Array
+    tokens: jax.Array
+
+    @property
+    def done(self) -> jax.Array:
+        """Whether every conversation has ended."""
+        return jnp.all(self.index >= len(self.given))
+
+
+def start(
+    model: Model,
+    frame: Frame,
+    config: WritingConfig,
+    count: int,
+    prompts: Sequence[Sequence[int]] = (),
+) -> WritingState:
+    """The state before the first token of `count` conversations.
+
+    Args:
+      model: from `load`.
+      frame: from `exchanges.chat_frame`.
+      config: how to write.
+      count: N.
+      prompts: N user turns, or none to have them written too.
+
+    Raises:
+      ValueError: a prompt is longer than `max_prompt_tokens`, or the context is short.
+    """
+    longest = max((len(p) for p in prompts), default=0)
+    if longest > config.max_prompt_tokens:
+        where = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+        raise ValueError(
+            f"prompt {where} has {longest} tokens, max_prompt_tokens is "
+            f"{config.max_prompt_tokens}; raise it or leave the prompt out"
+        )
+    capacity = _capacity(frame, config)
+    if capacity > model.config.context_length:
+        raise ValueError(
+            f"a conversation may take {capacity} tokens, the context holds "
+            f"{model.config.context_length}; lower max_prompt_tokens or "
+            "max_answer_tokens"
+        )
+    given = np.zeros((count, config.max_prompt_tokens), np.int32)
+    for row, prompt in enumerate(prompts):
+        given[row, : len(prompt)] = prompt
+    given_length = np.array([len(p) for p in prompts] or [0] * count, np.int32)
+    B = config.rows
+    history = np.zeros((B, capacity), np.int32)
+    history[:, : len(frame.opening)] = frame.opening
+    index = np.minimum(np.arange(B), count).astype(np.int32)
+
+    def place(array):
+        if model.mesh is None:
+            return jnp.asarray(array)
+        return jax.device_put(array, sharding.batched(model.mesh, array))
+
+    return WritingState(
+        cache=_opened_cache(model, frame, place(history)),
+        history=place(history),
+        index=place(index),
+        answer_start=place(np.zeros(B, np.int32)),
+        next_index=jnp.int32(min(B, count)),
+        given=jnp.asarray(given),
+        given_length=jnp.asarray(given_length),
+        written=jnp.zeros((count, capacity), jnp.int32),
+        ends=jnp.zeros((count, 3), jnp.int32),
+        tokens=jnp.int32(0),
+    )
+
+
+def _capacity(frame: Frame, config: WritingConfig) -> int:
+    around = len(frame.opening) + len(frame.bridge)
+    return around + config.max_prompt_tokens + config.max_answer_tokens
+
+
+def _opened_cache(model: Model, frame: Frame, history: jax.Array) -> KVCache:
+    """A cache whose rows all hold the opening but its last token."""
+    B, capacity = history.shape
+    opening = len(frame.opening) - 1
+    cache = jax.jit(
+        functools.partial(
+            init_cache,
+            model.config,
+            B,
+            capacity,
+            model.params["embed"].dtype,
+            unrolled=model.unrolled,
+        )
+    )()
+    if model.mesh is not None:
+        cache = jax.device_put(cache, sharding.cache_shardings(model.mesh, cache))
+    hidden = jnp.zeros((B, model.config.width), model.params["embed"].dtype)
+    count = jnp.full((B,), opening, jnp.int32)
+    tokens = history[:, :opening]
+    return plain.prefill(model.config, model.params, cache, hidden, tokens, count)[0]
+
+
+@functools.partial(
+    compilation.jit,
+    static_argnames=("model", "frame", "config"),
+    donate_argnames=("state",),
+)
+def write(
+    model: ModelConfig,
+    params: dict,
+    frame: Frame,
+    config: WritingConfig,
+    eos_E: jax.Array,
+    first: jax.Array,
+    state: WritingState,
+    steps: jax.Array,
+) -> WritingState:
+    """Writes on for at most `steps` steps, or until every conversation has ended.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      frame: from `exchanges.chat_frame`.
+      config: as for `start`.
+      eos_E: ids that end a turn.
+      first: `int32[]`, number of the first conversation among all: seeds count on.
+      state: donated.
+      steps: `int32[]`.
+    """
+
+    def unfinished(turn):
+        state, step = turn
+        return (step < steps) & ~state.done
+
+    def step(turn):
+        state, step = turn
+        return _step(model, params, frame, config, eos_E, first, state), step + 1
+
+    return lax.while_loop(unfinished, step, (state, jnp.int32(0)))[0]
+
+
+def _step(model, params, frame, config, eos_E, first, state) -> WritingState:
+    """One token for every row; ended conversations are stored and replaced."""
+    length_B = state.cache.length + 1
+    root_B1 = jnp.take_along_axis(state.history, length_B[:, None] - 1, axis=1)
+    _, logits_B1V, cache = plain.score(
+        model,
+        params,
+        state.cache,
+        root_B1,
+        np.zeros(1, np.int32),
+        np.ones((1, 1), bool),
+    )
+    chosen_B = _choose(config, logits_B1V[:, 0], state, first + state.index, length_B)
+    token_B, answer_start_B, is_frame_B = _next_token(
+        frame, config, eos_E, state, chosen_B, length_B
+    )
+    row_B = jnp.arange(config.rows)
+    active_B = state.index < len(state.given)
+    state = state.replace(
+        cache=cache.advance(jnp.ones_like(length_B)),
+        history=state.history.at[row_B, length_B].set(token_B),
+        answer_start=answer_start_B,
+        tokens=state.tokens + jnp.sum(active_B & ~is_frame_B),
+    )
+    in_answer_B = (answer_start_B > 0) & (length_B >= answer_start_B)
+    ended_B = in_answer_B & jnp.any(token_B[:, None] == eos_E, axis=-1)
+    cut_B = length_B + 1 - answer_start_B >= config.max_answer_tokens
+    cut_B |= _repeats(state.history, length_B + 1, answer_start_B)
+    return _start_over(frame, state, ended_B, in_answer_B & (ended_B | cut_B))
+
+
+def _next_token(frame, config, eos_E, state, chosen_B, length_B):
+    """The token each row gets: chosen by the model, given, or the template's.
+
+    Returns:
+      The token, where the row's answer starts, whether the token is the template's.
+    """
+    turn_B = length_B - len(frame.opening)
+    slot_B1 = jnp.clip(turn_B, 0, config.max_prompt_tokens - 1)[:, None]
+    conversation_B = jnp.minimum(state.index, len(state.given) - 1)
+    given_length_B = state.given_length[conversation_B]
+    given_B = jnp.take_along_axis(state.given[conversation_B], slot_B1, axis=1)[:, 0]
+    in_turn_B = state.answer_start == 0
+    is_given_B = in_turn_B & (turn_B < given_length_B)
+    ends_B = jnp.any(chosen_B[:, None] == eos_E, axis=-1)
+    ends_B = jnp.where(given_length_B > 0, turn_B >= given_length_B, ends_B)
+    ends_B |= turn_B >= config.max_prompt_tokens
+    answer_start_B = jnp.where(
+        in_turn_B & ends_B, length_B + len(frame.bridge), state.answer_start
+    )
+    left_B = answer_start_B - length_B
+    is_bridge_B = left_B > 0
+    bridge_B = jnp.asarray(frame.bridge)[jnp.clip(-left_B, -len(frame.bridge), -1)]
+    token_B = jnp.where(is_given_B, given_B, chosen_B)
+    token_B = jnp.where(is_bridge_B, bridge_B, token_B)
+    return token_B.astype(jnp.int32), answer_start_B, is_bridge_B
+
+
+def _choose(config, logits_BV, state, number_B, length_B) -> jax.Array:
+    """The model's own choice: user turns sampled, answers mostly greedy."""
+    in_answer_B = state.answer_start > 0
+    greedy_B = in_answer_B & (number_B % config.sampled_every != 0)
+    scale_B = jnp.where(in_answer_B, config.answer_temperature, 1.0)
+    key = jax.random.key(config.seed)
+
+    def uniform(number, position):
+        one = jax.random.fold_in(jax.random.fold_in(key, number), position)
+        return jax.random.uniform(one)
+
+    uniform_B = jax.vmap(uniform)(number_B, length_B)
+    sampled_B = inverse_cdf(logits_BV / scale_B[:, None], uniform_B)
+    return jnp.where(greedy_B, argmax(logits_BV), sampled_B)
+
+
+def _repeats(history_BS, length_B, answer_start_B) -> jax.Array:
+    """Whether the last n-gram of the answer stands in it for the third time."""
+    S = history_BS.shape[1]
+    same_BS = jnp.ones(history_BS.shape, jnp.bool_)
+    for back in range(LOOP_NGRAM):
+        last_B1 = jnp.maximum(length_B - 1 - back, 0)[:, None]
+        token_B1 = jnp.take_along_axis(history_BS, last_B1, axis=1)
+        same_BS &= jnp.roll(history_BS, back, axis=1) == token_B1
+    end_S = jnp.arange(S)
+    first_B1 = (answer_start_B + LOOP_NGRAM - 1)[:, None]
+    inside_BS = (end_S >= first_B1) & (end_S < length_B[:, None])
+    return jnp.sum(same_BS & inside_BS, axis=-1) >= 3
+
+
+def _start_over(frame, state, ended_B, over_B) -> WritingState:
+    """Stores the conversations that are over and gives their rows the next ones."""
+    count = len(state.given)
+    target_B = jnp.where(over_B, state.index, count)  # Out of range: dropped.
+    length_B = state.cache.length + 1
+    ends_B3 = jnp.stack([state.answer_start, length_B, ended_B], axis=-1)
+    taken_B = state.next_index + jnp.cumsum(over_B) - 1
+    opening = len(frame.opening)
+    return state.replace(
+        written=state.written.at[target_B].set(state.history, mode="drop"),
+        ends=state.ends.at[target_B].set(ends_B3.astype(jnp.int32), mode="drop"),
+        index=jnp.where(over_B, jnp.minimum(taken_B, count), state.index),
+        next_index=jnp.minimum(state.next_index + jnp.sum(over_B), count),
+        answer_start=jnp.where(over_B, 0, state.answer_start),
+        cache=state.cache.replace(
+            length=jnp.where(over_B, opening - 1, state.cache.length)
+        ),
+    )
+
+
+def write_all(
+    model: Model,
+    frame: Frame,
+    config: WritingConfig,
+    count: int,
+    first: int = 0,
+    prompts: Sequence[Sequence[int]] = (),
+    *,
+    steps: int = 32,
+    watch: Callable[[WritingState], None] = lambda state: None,
+) -> list[Conversation]:
+    """Conversations `first` .. `first + count - 1`, from start to end.
+
+    Args:
+      model: from `load`.
+      frame: from `exchanges.chat_frame`.
+      config: how to write.
+      count: N.
+      first: number of the first conversation: randomness counts on from it.
+      prompts: N user turns, or none to have them written too.
+      steps: how often the state is shown to `watch`; changes no text.
+      watch: shown the state on the way; must not keep it, it is donated.
+
+    Raises:
+      ValueError: as `start`.
+    """
+    state = start(model, frame, config, count, prompts)
+    eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
+    while not bool(state.done):
+        state = write(
+            model.config,
+            model.params,
+            frame,
+            config,
+            eos,
+            jnp.int32(first),
+            state,
+            jnp.int32(steps),
+        )
+        watch(state)
+    return collect(frame, state)
+
+
+def collect(frame: Frame, state: WritingState) -> list[Conversation]:
+    """The conversations of a state that is done, in order."""
+    written, ends = jax.device_get((state.written, state.ends))
+    conversations = []
+    for tokens, (answer_start, length, finished) in zip(written, ends, strict=True):
+        prompt = tokens[len(frame.opening) : answer_start - len(frame.bridge)]
+        answer = tokens[answer_start:length]
+        conversations.append(
+            Conversation(prompt.tolist(), answer.tolist(), bool(finished))
+        )
+    return conversations
