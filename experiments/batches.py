@@ -108,12 +108,13 @@ def _measure(model: Model, settings: Settings, ids, size: int) -> list[dict]:
 def _exact_rows(model: Model, settings: Settings, ids) -> dict[str, str]:
     """Per method, how many rows of one batch equal their single runs."""
     found = {}
-    single = Session(model, build_method("autoregressive", model, exact=True))
+    model = model.exact
+    single = Session(model, build_method("autoregressive", model))
     alone = [
         single.run([prompt], settings.max_new_tokens)[0][0].token_ids for prompt in ids
     ]
     for name in settings.methods:
-        method = build_method(name, model, exact=True)
+        method = build_method(name, model)
         session = Session(model, method, batch=len(ids))
         together, _ = session.run(ids, settings.max_new_tokens)
         same = [a.token_ids == b for a, b in zip(together, alone, strict=True)]

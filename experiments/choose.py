@@ -54,7 +54,7 @@ def run(settings: Settings) -> dict:
         name = f"length {drafting.length}, confidence {drafting.min_confidence:.2f}"
         by_name[name] = drafting
         methods.append(dataclasses.replace(method, name=name))
-    runner = Runner(model, methods, settings, temperature=0.0)
+    runner = Runner(model, methods, settings, temperature=0.0, exact=False)
     bar = progress_bar(len(prompts) * len(methods), "answer set")
     results = [
         result

@@ -68,7 +68,8 @@ def _sampling(settings: Settings) -> SamplingParams:
 def _answers(
     model: Model, settings: Settings, exact: bool, prompts, name: str
 ) -> list[list[int]]:
-    session = Session(model, build_method(name, model, exact=exact))
+    model = model.exact if exact else model
+    session = Session(model, build_method(name, model))
     how = _sampling(settings)
     return [
         session.run([ids], settings.max_new_tokens, sampling=how)[0][0].token_ids

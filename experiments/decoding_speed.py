@@ -37,9 +37,9 @@ def measure(experiment: str, settings: Settings) -> dict:
     batch = batch_size(model.mesh)
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     progress = Progress(settings.out / "progress.jsonl", _identity(settings, model))
-    runner = Runner(model, methods, settings, temperature)
+    runner = Runner(model, methods, settings, temperature, exact)
     print(
-        f"{model.config.name} ({model.params['embed'].dtype}) on "
+        f"{model.config.name} ({model.stream_dtype}) on "
         f"{jax.devices()[0].device_kind}: {len(prompts)} {settings.prompts} prompts, "
         f"methods {', '.join(method.name for method in methods)}"
     )
@@ -110,12 +110,9 @@ def _methods(
     others = [name for name in names if name != "autoregressive"]
     methods = [build_method("autoregressive", model)]
     if exact:
-        reference = build_method("autoregressive", model, exact=True)
-        methods.append(dataclasses.replace(reference, name=EXACT_REFERENCE))
-    for name in others:
-        built = build_method(name, model, exact=exact, **settings.get(name, {}))
-        methods.append(built)
-    return methods
+        methods.append(dataclasses.replace(methods[0], name=EXACT_REFERENCE))
+    others = [build_method(name, model, **settings.get(name, {})) for name in others]
+    return methods + others
 
 
 class Runner:
@@ -127,9 +124,10 @@ class Runner:
         methods: list[Method],
         settings: Settings,
         temperature: float,
+        exact: bool,
     ):
         self.model, self.methods, self.settings = model, methods, settings
-        self.temperature = temperature
+        self.temperature, self.exact = temperature, exact
         self.clock = CompileClock()
         self._seen: set[tuple] = set()
 
@@ -154,7 +152,9 @@ class Runner:
 
     def _converse(self, group: list[Prompt], method: Method) -> list[Turn]:
         batch = batch_size(self.model.mesh)
-        session = Session(self.model, method, batch)
+        # Speed-up is told over plain decoding as users run it, in exact mode too.
+        exact = self.exact and method.name != "autoregressive"
+        session = Session(self.model.exact if exact else self.model, method, batch)
         # The last group may be short of rows: its first conversation fills them.
         rows = [*group, *[group[0]] * (batch - len(group))]
         messages: list[list[dict]] = [[] for _ in rows]
@@ -227,7 +227,7 @@ def _record(
         "command": settings.command,
         "device": jax.default_backend(),
         "device_kind": jax.devices()[0].device_kind,
-        "dtype": str(model.params["embed"].dtype),
+        "dtype": str(model.stream_dtype),
         "mesh": settings.mesh,
         "model": model.config.name,
         "prompts": settings.prompts,

@@ -24,7 +24,7 @@ from m2r2_jax.decoding import sampling
 from m2r2_jax.decoding.sampling import Sampling, SamplingParams
 from m2r2_jax.files import write_text
 from m2r2_jax.models import layers
-from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.config import Decoder
 from m2r2_jax.models.transformer import unembed
 from m2r2_jax.ops import compilation, products
 
@@ -49,7 +49,7 @@ def run(settings: Settings) -> dict:
         "command": settings.command,
         "model": model.config.name,
         "device_kind": jax.devices()[0].device_kind,
-        "dtype": str(model.params["embed"].dtype),
+        "dtype": str(model.stream_dtype),
         "bandwidth": parts.pop("bandwidth"),
         "weight_bytes": weights,
         "step_seconds": rounds["step"],
@@ -85,20 +85,20 @@ def _round_times(model: Model) -> dict:
 
 def _part_times(model: Model) -> dict:
     """Seconds of each part by rows, and the bandwidth of a sum over 1 GiB."""
-    config, params = model.config, model.params
+    decoder, config, params = model.decoder, model.config, model.params
     big = jnp.ones((2, _SUM_BYTES // 8), jnp.float32)
     jobs: dict[tuple, Callable] = {("bandwidth",): functools.partial(_sum, big)}
     for rows in _ROWS:
-        x_1RD = jnp.ones((1, rows, config.width), params["embed"].dtype)
-        head = functools.partial(_head, config, params, x_1RD)
+        x_1RD = jnp.ones((1, rows, config.width), model.stream_dtype)
+        head = functools.partial(_head, decoder, params, x_1RD)
         jobs["projections", rows] = functools.partial(
-            _projections, config, params, x_1RD
+            _projections, decoder, params, x_1RD
         )
         jobs["attention", rows] = functools.partial(
-            _attention, config, *_cache(model, rows)
+            _attention, decoder, *_cache(model, rows)
         )
         jobs["head", rows] = head
-        jobs["sampling", rows] = functools.partial(_sampling, config, head())
+        jobs["sampling", rows] = functools.partial(_sampling, decoder, head())
     times: dict[tuple, list[float]] = {name: [] for name in jobs}
     for _ in range(1 + _REPEATS):
         for name, job in jobs.items():
@@ -114,10 +114,10 @@ def _part_times(model: Model) -> dict:
 _sum = jax.jit(jnp.sum)
 
 
-@functools.partial(compilation.jit, static_argnames=("config",))
-def _projections(config: ModelConfig, params: dict, x_1RD: jax.Array) -> jax.Array:
+@functools.partial(compilation.jit, static_argnames=("decoder",))
+def _projections(decoder: Decoder, params: dict, x_1RD: jax.Array) -> jax.Array:
     """The four products of every block, each waiting for the one before."""
-    linear = functools.partial(products.linear, products=config.products)
+    linear = functools.partial(products.linear, execution=decoder.execution)
     for block in params["blocks"]:
         qkv = linear(x_1RD, block["qkv"]).reshape(*x_1RD.shape[:2], -1)
         wide = block["out"].shape[-1]
@@ -129,7 +129,7 @@ def _projections(config: ModelConfig, params: dict, x_1RD: jax.Array) -> jax.Arr
 
 def _cache(model: Model, rows: int):
     """Queries of a pass, and keys and values of every layer over the slots."""
-    config, dtype = model.config, model.params["embed"].dtype
+    config, dtype = model.config, model.stream_dtype
     shape = (config.num_kv_heads, _SLOTS, config.head_dim)
     buffers = [jnp.ones(shape, dtype) for _ in range(2 * config.num_layers)]
     group = (config.num_kv_heads, config.queries_per_kv, config.head_dim)
@@ -137,21 +137,21 @@ def _cache(model: Model, rows: int):
     return jnp.ones((1, rows, *group), dtype), buffers, jnp.asarray(mask)
 
 
-@functools.partial(compilation.jit, static_argnames=("config",))
-def _attention(config: ModelConfig, q_1RKGH, buffers, mask_1RS) -> jax.Array:
+@functools.partial(compilation.jit, static_argnames=("decoder",))
+def _attention(decoder: Decoder, q_1RKGH, buffers, mask_1RS) -> jax.Array:
     for keys, values in zip(buffers[::2], buffers[1::2], strict=True):
-        mixed = layers.attention(q_1RKGH, keys, values, mask_1RS, config.products)
+        mixed = layers.attention(q_1RKGH, keys, values, mask_1RS, decoder.execution)
         q_1RKGH = q_1RKGH + mixed.reshape(q_1RKGH.shape)
     return q_1RKGH
 
 
-@functools.partial(compilation.jit, static_argnames=("config",))
-def _head(config: ModelConfig, params: dict, x_1RD: jax.Array) -> jax.Array:
-    return unembed(config, params, x_1RD)
+@functools.partial(compilation.jit, static_argnames=("decoder",))
+def _head(decoder: Decoder, params: dict, x_1RD: jax.Array) -> jax.Array:
+    return unembed(decoder, params, x_1RD)
 
 
-@functools.partial(compilation.jit, static_argnames=("config",))
-def _sampling(config: ModelConfig, logits_1RV: jax.Array) -> jax.Array:
+@functools.partial(compilation.jit, static_argnames=("decoder",))
+def _sampling(decoder: Decoder, logits_1RV: jax.Array) -> jax.Array:
     position_1R = jnp.arange(logits_1RV.shape[1])[None]
     return sampling.choose(logits_1RV, Sampling.stack([SamplingParams()]), position_1R)
 

@@ -15,9 +15,10 @@ from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.decoding.sampling import SamplingParams
 from m2r2_jax.drafters import MultiRateChain, PromptLookup
 from m2r2_jax.drafters.draft_head import draft_head
-from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.drafters.methods import Method
 from m2r2_jax.models import multirate, transformer
-from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.config import Decoder, ModelConfig
+from m2r2_jax.ops.execution import EXACT
 from m2r2_jax.serving.answers import Answer
 from m2r2_jax.serving.session import Session
 
@@ -55,7 +56,8 @@ TINY = dataclasses.replace(
 # An id that no model emits: answers then never end early, and the shape of the set of
 # ending ids, which programs depend on, is the same as with one real id.
 NEVER = frozenset({TINY.vocab_size})
-PLAIN = Method("autoregressive", rows=EXACT_ROWS)
+TINY_DECODER = Decoder(TINY)
+PLAIN = Method("autoregressive")
 
 
 class StubTokenizer:
@@ -118,7 +120,7 @@ def tiny_chain() -> Method:
     layers = transformer.unroll(accelerators["layers"])
     head = draft_head(tiny_params())
     params = {"accelerators": {**accelerators, "layers": layers}, "head": head}
-    return Method("m2r2", MultiRateChain(TINY, 2, 8, 0.3), params, rows=EXACT_ROWS)
+    return Method("m2r2", MultiRateChain(2, 8, 0.3), params)
 
 
 def unrolled(params: dict) -> dict:
@@ -128,7 +130,7 @@ def unrolled(params: dict) -> dict:
 
 TINY_METHODS = {
     "plain": PLAIN,
-    "prompt_lookup": Method("lookup", PromptLookup(8, 3, 2), rows=EXACT_ROWS),
+    "prompt_lookup": Method("lookup", PromptLookup(8, 3, 2)),
     "m2r2": tiny_chain(),
 }
 
@@ -160,12 +162,12 @@ def forget_programs():
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Model:
-    return Model(TINY, unrolled(tiny_params()), StubTokenizer())
+    return Model(TINY, unrolled(tiny_params()), StubTokenizer(), execution=EXACT)
 
 
 @pytest.fixture(scope="session")
 def tiny_stacked_model() -> Model:
-    return Model(TINY, tiny_params(), StubTokenizer())
+    return Model(TINY, tiny_params(), StubTokenizer(), execution=EXACT)
 
 
 @pytest.fixture(scope="session")

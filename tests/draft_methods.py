@@ -9,24 +9,25 @@ import numpy as np
 import pytest
 from conftest import (
     TINY,
+    TINY_DECODER,
     drawn,
     tiny_accelerators,
     tiny_params,
 )
 from scripted_drafters import ALL, NONE, Scripted, script
 
-from m2r2_jax.decoding import plain
-from m2r2_jax.decoding.speculative import Layout
+from m2r2_jax.decoding import passes
+from m2r2_jax.decoding.drafting import Layout
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
 from m2r2_jax.drafters.draft_head import draft_head
-from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.drafters.methods import Method
 from m2r2_jax.models import transformer
 from m2r2_jax.models.cache import init_cache
 from m2r2_jax.serving.session import Session
 
 PROMPTS = [[5, 17, 42, 3], [1, 1, 1], [7], [*range(100, 117)], [9, 8, 7, 6, 9, 8, 7]]
-CHAIN = Scripted(Layout.chain(8), TINY.vocab_size)
-TREE = Scripted(Layout((-1, 0, 0, 1, 1, 2, 2, 3, 7)), TINY.vocab_size)
+CHAIN = Scripted(Layout.chain(8))
+TREE = Scripted(Layout((-1, 0, 0, 1, 1, 2, 2, 3, 7)))
 SCRIPTS = {
     "right": {"pick": [0]},
     "wrong": {"pick": [NONE]},
@@ -57,21 +58,19 @@ def m2r2(shape: str, kind: str, unrolled: bool = True) -> Method:
     accelerators = tiny_accelerators(exit_layer, **ACCELERATORS[kind])
     if unrolled:
         accelerators["layers"] = transformer.unroll(accelerators["layers"])
-    drafter = MultiRateChain(TINY, exit_layer, length, confidence)
+    drafter = MultiRateChain(exit_layer, length, confidence)
     params = {"accelerators": accelerators, "head": draft_head(tiny_params())}
-    return Method("m2r2", drafter, params, rows=EXACT_ROWS)
+    return Method("m2r2", drafter, params)
 
 
 def methods() -> dict:
     """By name: `truths -> Method`."""
 
     def fixed(drafter):
-        return lambda truths: Method("fixed", drafter, rows=EXACT_ROWS)
+        return lambda truths: Method("fixed", drafter)
 
     def scripted(drafter, told):
-        return lambda truths: Method(
-            "scripted", drafter, script(truths, **told), rows=EXACT_ROWS
-        )
+        return lambda truths: Method("scripted", drafter, script(truths, **told))
 
     return {
         **{
@@ -80,7 +79,7 @@ def methods() -> dict:
             for kind in ACCELERATORS
         },
         "prompt_lookup": fixed(PromptLookup(8, 3, 2)),
-        "random_draft": fixed(RandomDraft(TINY.vocab_size, 5)),
+        "random_draft": fixed(RandomDraft(5)),
         **{f"chain-{name}": scripted(CHAIN, told) for name, told in SCRIPTS.items()},
         **{f"tree-{name}": scripted(TREE, told) for name, told in TREE_SCRIPTS.items()},
     }
@@ -131,7 +130,7 @@ def assert_cache_is_fresh_prefill(session, texts):
     fresh = init_cache(TINY, batch, 256, jnp.float32, unrolled=True)
     hidden = jnp.zeros((batch, TINY.width))
     params = session.model.params
-    fresh, _ = plain.prefill(TINY, params, fresh, hidden, tokens, counts)
+    fresh, _ = passes.prefill(TINY_DECODER, params, fresh, hidden, tokens, counts)
     committed = np.arange(256) < counts[:, None]
     for found, expected in zip(
         (*cache.keys, *cache.values), (*fresh.keys, *fresh.values), strict=True

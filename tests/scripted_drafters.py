@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m2r2_jax.decoding.speculative import Context, Layout, Proposal
+from m2r2_jax.decoding.drafting import Context, Layout, Prefill, Proposal
 
 NONE, ALL = -1, -2
 
@@ -37,25 +37,25 @@ class Scripted:
     """
 
     layout: Layout
-    vocab_size: int
+    start_layer = 0
 
-    def init(self, params: dict, hidden_BD: jax.Array) -> jax.Array:
-        return hidden_BD
+    def init(self, decoder, params: dict, prefill: Prefill) -> jax.Array:
+        return prefill.hidden
 
-    def propose(self, params: dict, state: jax.Array, context: Context):
+    def propose(self, decoder, params: dict, state: jax.Array, context: Context):
         told, rows = params["script"], np.arange(self.layout.size)
         position_Bn = context.length[:, None] - 1 + self.layout.offset
         truth_Bn = jnp.take_along_axis(told["truth"], position_Bn, axis=1)
         pick_Bn = told["pick"][position_Bn % 420]
         right_Bn = (pick_Bn == self._rank) | (pick_Bn == ALL) | (rows == 0)
-        wrong_Bn = (truth_Bn + 1 + rows) % self.vocab_size
+        wrong_Bn = (truth_Bn + 1 + rows) % decoder.config.vocab_size
         tokens_Bn = jnp.where(right_Bn, truth_Bn, wrong_Bn).astype(jnp.int32)
         deepest_B = told["proposed"][context.length % 420]
         valid_Bn = self.layout.offset <= deepest_B[:, None]
         tokens_Bn = tokens_Bn.at[:, 0].set(context.root)
         return Proposal(tokens_Bn, valid_Bn), state, context.cache
 
-    def update(self, params: dict, state: jax.Array, outcome):
+    def update(self, decoder, params: dict, state: jax.Array, outcome):
         last_B1 = jnp.maximum(outcome.count - 1, 0)[:, None]
         row_B1 = jnp.take_along_axis(outcome.path, last_B1, axis=1)
         kept_BD = jnp.take_along_axis(outcome.hidden, row_B1[..., None], axis=1)[:, 0]

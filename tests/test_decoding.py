@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import NEVER, PLAIN, TINY, run_one
+from conftest import NEVER, PLAIN, TINY, TINY_DECODER, run_one
 
-from m2r2_jax.decoding import plain, sampling
-from m2r2_jax.decoding.plain import DecodeState
+from m2r2_jax.decoding import passes, sampling, state
 from m2r2_jax.decoding.sampling import Adjustments, Sampling, SamplingParams
-from m2r2_jax.drafters.methods import Method
+from m2r2_jax.decoding.state import DecodeState, Trace
 from m2r2_jax.models import transformer
 from m2r2_jax.models.cache import init_cache
+from m2r2_jax.models.config import Decoder
 from m2r2_jax.ops.compilation import CompileClock
+from m2r2_jax.ops.execution import EXACT, Execution
+from m2r2_jax.ops.execution import PLAIN as PLAINLY
 from m2r2_jax.serving.session import Session
 
 PROMPT = [5, 17, 42, 3]
@@ -28,7 +30,7 @@ def naive_greedy(model, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, : len(ids)] = ids
-        logits = forward(model.config, model.params, tokens)
+        logits = forward(Decoder(model.config), model.params, tokens)
         ids.append(int(np.argmax(np.asarray(logits)[0, len(ids) - 1])))
     return ids[len(prompt) :]
 
@@ -38,9 +40,10 @@ def greedy(tiny_model) -> list[int]:
     return naive_greedy(tiny_model, PROMPT, 40)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_greedy_equals_a_naive_loop(tiny_model, greedy, rows):
-    answer = run_one(tiny_model, Method("plain", rows=rows), PROMPT, 40)
+@pytest.mark.parametrize("execution", [PLAINLY, EXACT, Execution("fused", 16)])
+def test_greedy_equals_a_naive_loop(tiny_model, greedy, execution):
+    model = dataclasses.replace(tiny_model, execution=execution)
+    answer = run_one(model, PLAIN, PROMPT, 40)
     assert answer.token_ids == greedy
     assert len(set(greedy)) > 10, "a constant text would prove little"
     assert answer.finish_reason == "length"
@@ -129,7 +132,7 @@ def test_end_ids_in_the_prompt_do_not_end_an_answer(tiny_model, greedy):
     ],
 )
 def test_prefill_chunks_are_full_ones_and_a_bucket(count, sizes):
-    assert plain.chunk_sizes(count) == sizes
+    assert passes.chunk_sizes(count) == sizes
 
 
 def prefilled(model, tokens, counts, size: int):
@@ -139,8 +142,8 @@ def prefilled(model, tokens, counts, size: int):
         padded[row, :count] = tokens[:count]
     cache = init_cache(TINY, 2, 64, jnp.float32, unrolled=True)
     hidden = jnp.full((2, TINY.width), 9.0)
-    return plain.prefill(
-        TINY, model.params, cache, hidden, padded, np.array(counts, np.int32)
+    return passes.prefill(
+        TINY_DECODER, model.params, cache, hidden, padded, np.array(counts, np.int32)
     )
 
 
@@ -157,13 +160,13 @@ def test_prefill_ignores_padding_and_empty_rows(tiny_model):
 
 
 def test_same_seed_same_text_other_seed_other_text(tiny_model):
-    def text(seed, temperature=0.9, rows=2):
-        method = Method("plain", rows=rows)
+    def text(seed, temperature=0.9, execution=EXACT):
+        model = dataclasses.replace(tiny_model, execution=execution)
         return run_one(
-            tiny_model, method, PROMPT, 30, temperature=temperature, seed=seed
+            model, PLAIN, PROMPT, 30, temperature=temperature, seed=seed
         ).token_ids
 
-    assert text(3) == text(3) == text(3, rows=1)
+    assert text(3) == text(3) == text(3, execution=PLAINLY)
     assert len({tuple(text(seed)) for seed in range(5)}) == 5
 
 
@@ -178,7 +181,7 @@ def drawing(temperature, seed) -> Sampling:
 
 
 choose = jax.jit(sampling.choose)
-emit = jax.jit(plain.emit)
+emit = jax.jit(state.emit)
 
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
@@ -241,6 +244,8 @@ def emitted(tokens, counts, *, limits, done=None, eos=()):
         adjustments=Adjustments.stack([SamplingParams()] * batch, [3] * batch),
         scored=np.array(False),
         scores=np.zeros((batch, 16), np.float32),
+        trace=Trace.empty(batch, 16),
+        drafter=(),
     )
     tokens = np.array(tokens, np.int32)
     scores = np.zeros(tokens.shape, np.float32)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from conftest import TINY, tiny_accelerators, tiny_params, unrolled
+from conftest import TINY, TINY_DECODER, tiny_accelerators, tiny_params, unrolled
 
-from m2r2_jax.decoding import plain
+from m2r2_jax.decoding import passes
+from m2r2_jax.decoding.drafting import Context, Prefill
 from m2r2_jax.decoding.sampling import Sampling, SamplingParams
-from m2r2_jax.decoding.speculative import Context
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
 from m2r2_jax.drafters.draft_head import draft_head
 from m2r2_jax.models import transformer
@@ -29,7 +29,9 @@ def context(text: list[int], cache=None, slots: int = 16) -> Context:
 def looked_up(text: list[int], **settings) -> list[int]:
     """Valid drafts of prompt lookup."""
     drafter = PromptLookup(**{"length": 4, "max_ngram": 3, "min_ngram": 2} | settings)
-    proposal, _, _ = jax.jit(drafter.propose)({}, (), context(text))
+    proposal, _, _ = jax.jit(drafter.propose, static_argnums=0)(
+        TINY_DECODER, {}, (), context(text)
+    )
     assert proposal.tokens.shape == proposal.valid.shape == (1, 1 + drafter.length)
     assert proposal.tokens[0, 0] == text[-1] and proposal.valid[0, 0]
     valid = np.asarray(proposal.valid[0, 1:])
@@ -68,10 +70,10 @@ def test_prompt_lookup_finds_a_match_that_fills_the_history():
 
 
 def test_random_drafts_are_tokens_and_a_function_of_the_length():
-    drafter = RandomDraft(TINY.vocab_size, 50)
+    drafter = RandomDraft(50)
 
     def drafts(text):
-        proposal, _, _ = drafter.propose({}, (), context(text))
+        proposal, _, _ = drafter.propose(TINY_DECODER, {}, (), context(text))
         assert proposal.valid.all()
         return np.asarray(proposal.tokens[0, 1:])
 
@@ -110,7 +112,7 @@ def m2r2_drafts(exit_layer: int, accelerators: dict, length: int):
     return text[len(TEXT) :], confidences
 
 
-jitted_propose = jax.jit(MultiRateChain.propose, static_argnums=0)
+jitted_propose = jax.jit(MultiRateChain.propose, static_argnums=(0, 1))
 
 
 def propose(drafter: MultiRateChain, accelerators: dict):
@@ -118,15 +120,17 @@ def propose(drafter: MultiRateChain, accelerators: dict):
     cache = init_cache(TINY, 1, 16, jnp.float32, unrolled=True)
     tokens = jnp.array([TEXT[:-1]])
     count, hidden = jnp.array([len(TEXT) - 1]), jnp.zeros((1, TINY.width))
-    cache, hidden = plain.prefill(TINY, params, cache, hidden, tokens, count)
+    cache, hidden = passes.prefill(TINY_DECODER, params, cache, hidden, tokens, count)
     accelerators = {
         **accelerators,
         "layers": transformer.unroll(accelerators["layers"]),
     }
     head = draft_head(params)
     params = {"model": params, "accelerators": accelerators, "head": head}
-    state = drafter.init(params, hidden)
-    proposal, _, after = jitted_propose(drafter, params, state, context(TEXT, cache))
+    seen = context(TEXT, cache)
+    read = Prefill(seen.history, seen.length, hidden)
+    state = drafter.init(TINY_DECODER, params, read)
+    proposal, _, after = jitted_propose(drafter, TINY_DECODER, params, state, seen)
     return proposal, cache, after
 
 
@@ -136,7 +140,7 @@ def propose(drafter: MultiRateChain, accelerators: dict):
 def test_m2r2_drafts_are_those_of_the_description(exit_layer, scale, carry):
     accelerators = tiny_accelerators(exit_layer, scale=scale, carry=carry)
     expected, _ = m2r2_drafts(exit_layer, accelerators, 3)
-    proposal, before, after = propose(MultiRateChain(TINY, exit_layer, 3), accelerators)
+    proposal, before, after = propose(MultiRateChain(exit_layer, 3), accelerators)
     assert proposal.tokens[0].tolist() == [TEXT[-1], *expected]
     assert proposal.valid.all()
     slow, _ = reference.both_streams(
@@ -156,7 +160,7 @@ def test_m2r2_drafts_are_those_of_the_description(exit_layer, scale, carry):
 def test_m2r2_with_the_last_layer_as_exit_drafts_the_models_own_text():
     """Zero accelerators at full depth are the model itself, without any saving."""
     accelerators = tiny_accelerators(4, scale=0.0, carry=0.0)
-    proposal, _, _ = propose(MultiRateChain(TINY, 4, 3), accelerators)
+    proposal, _, _ = propose(MultiRateChain(4, 3), accelerators)
     text = list(TEXT)
     for _ in range(3):
         text.append(int(reference.logits(TINY, PARAMS, text)[-1].argmax()))
@@ -168,7 +172,7 @@ def test_m2r2_stops_behind_the_first_draft_without_confidence():
     expected, confidences = m2r2_drafts(2, accelerators, 6)
     # Above the second lowest confidence and below the third lowest.
     least = float(np.mean(sorted(confidences)[1:3]))
-    drafter = MultiRateChain(TINY, 2, 6, min_confidence=least)
+    drafter = MultiRateChain(2, 6, min_confidence=least)
     proposal, _, _ = propose(drafter, accelerators)
     count = [confidence >= least for confidence in confidences].index(False)
     assert 0 < count < 6

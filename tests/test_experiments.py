@@ -213,5 +213,5 @@ def test_profile_prints_parts_costs_and_bandwidth(tiny, tmp_path, monkeypatch, c
     record = run.main(["--exp=profile", tiny, f"--out={tmp_path}"])
     assert set(record["parts"]) == {"projections", "attention", "head", "sampling"}
     assert all(seconds > 0 for p in record["parts"].values() for seconds in p.values())
-    assert record["v"][2] > 0.5 and record["weight_bytes"] > 1e5
+    assert record["v"][2] > 0 and record["weight_bytes"] > 1e5
     assert "GB/s that a sum over 1 GiB reaches" in capsys.readouterr().out

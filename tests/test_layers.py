@@ -9,8 +9,10 @@ import pytest
 import reference
 
 from m2r2_jax.models import layers
+from m2r2_jax.ops.execution import EXACT, PLAIN, Execution
 
-attention = jax.jit(layers.attention, static_argnames="products")
+FUSED_16 = Execution("fused", 16)
+attention = jax.jit(layers.attention, static_argnames="execution")
 rms_norm = jax.jit(layers.rms_norm, static_argnums=2)
 
 
@@ -95,11 +97,11 @@ def attention_case(batch=2, rows=3, kv_heads=2, group=2, slots=6, head=4):
     return q, k, v, mask
 
 
-@pytest.mark.parametrize("products", ["plain", "fused_16", "exact"])
+@pytest.mark.parametrize("execution", [PLAIN, FUSED_16, EXACT])
 @pytest.mark.parametrize("group", [1, 3, 5])
-def test_attention_equals_numpy_head_by_head(group, products):
+def test_attention_equals_numpy_head_by_head(group, execution):
     q, k, v, mask = attention_case(group=group)
-    result = attention(q, k, v, mask, products=products)
+    result = attention(q, k, v, mask, execution=execution)
     result = np.asarray(result).reshape(2, 3, 2, group, 4)
     for b, kv_head, g in np.ndindex(2, 2, group):
         j = b * 2 + kv_head
@@ -109,13 +111,13 @@ def test_attention_equals_numpy_head_by_head(group, products):
         np.testing.assert_allclose(result[b, :, kv_head, g], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("products", ["plain", "fused_16", "exact"])
-def test_attention_ignores_what_masked_slots_hold(products):
+@pytest.mark.parametrize("execution", [PLAIN, FUSED_16, EXACT])
+def test_attention_ignores_what_masked_slots_hold(execution):
     q, k, v, mask = attention_case()
     mask[..., -2:] = False
-    clean = attention(q, k, v, mask, products=products)
+    clean = attention(q, k, v, mask, execution=execution)
     k[:, -2:], v[:, -2:] = 1e4, -1e4
-    again = attention(q, k, v, mask, products=products)
+    again = attention(q, k, v, mask, execution=execution)
     np.testing.assert_array_equal(again, clean)
 
 

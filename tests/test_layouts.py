@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from m2r2_jax.decoding import speculative
-from m2r2_jax.decoding.speculative import Layout, Proposal
+from m2r2_jax.decoding import loop
+from m2r2_jax.decoding.drafting import Layout, Proposal
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,9 @@ def test_chain_without_drafts_is_refused(length):
 
 
 def test_layout_of_a_chain_written_out():
-    layout = Layout.chain(2, start_layer=3)
-    assert (layout.parent, layout.start_layer, layout.size) == ((-1, 0, 1), 3, 3)
+    layout = Layout.chain(2)
+    assert (layout.parent, layout.size) == ((-1, 0, 1), 3)
+    assert Layout((-1,)).at_least(3) == layout == layout.at_least(2)
     assert layout.is_chain
     np.testing.assert_array_equal(layout.offset, [0, 1, 2])
     np.testing.assert_array_equal(layout.mask, np.tril(np.ones((3, 3))))
@@ -52,10 +53,10 @@ def test_layout_of_a_tree_written_out():
 def test_layouts_of_one_shape_are_one_key():
     """Drafters are static arguments: equal layouts must not compile twice."""
     assert hash(Layout.chain(3)) == hash(Layout((-1, 0, 1, 2)))
-    assert Layout.chain(3) == Layout((-1, 0, 1, 2)) != Layout.chain(3, start_layer=1)
+    assert Layout.chain(3) == Layout((-1, 0, 1, 2)) != Layout.chain(2)
 
 
-jitted_accept = jax.jit(speculative.accept, static_argnums=0)
+jitted_accept = jax.jit(loop.accept, static_argnums=0)
 
 
 def accept(layout, tokens, target, valid=None):

@@ -29,8 +29,8 @@ def run(default_model):
 
     def answers(name: str):
         settings = SETTINGS.get(name, {})
-        method = build_method(name, default_model, exact=True, **settings)
-        session, found = Session(default_model, method), []
+        method = build_method(name, default_model, **settings)
+        session, found = Session(default_model.exact, method), []
         for prompt in PROMPTS:
             ids = default_model.tokenizer.encode_chat(
                 [{"role": "user", "content": prompt}]

@@ -1,39 +1,24 @@
 """Tests of the table of decoding methods."""
 
-import dataclasses
-
 import jax
 import pytest
 
-from m2r2_jax.decoding.speculative import Layout
-from m2r2_jax.drafters.methods import EXACT_ROWS, METHODS, build_method
+from m2r2_jax.decoding.drafting import Layout
+from m2r2_jax.drafters.methods import METHODS, build_method
 from m2r2_jax.serving.session import Session
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("exact", [False, True])
-def test_every_method_builds_with_its_defaults(tiny_model, name, exact):
-    method = build_method(name, tiny_model, exact=exact)
+def test_every_method_builds_with_its_defaults(tiny_model, name):
+    method = build_method(name, tiny_model)
     assert method.name == name
-    assert method.rows == (EXACT_ROWS if exact else 1)
-    assert (method.drafter is None) == (name == "autoregressive")
-    if method.drafter is not None:
-        same = build_method(name, tiny_model, exact=exact).drafter
-        assert hash(same) == hash(method.drafter) and same == method.drafter
-
-
-def test_exact_methods_run_with_rows_that_do_not_depend_on_each_other(tiny_model):
-    config = dataclasses.replace(tiny_model.config, products="fused_16")
-    model = dataclasses.replace(tiny_model, config=config)
-    for exact, products in [(False, "fused_16"), (True, "exact")]:
-        method = build_method("m2r2", model, exact=exact)
-        assert method.drafter.config.products == products
-        assert Session(model, method).model.config.products == products
+    same = build_method(name, tiny_model).drafter
+    assert hash(same) == hash(method.drafter) and same == method.drafter
 
 
 def test_settings_reach_the_drafter(tiny_model):
     drafter = build_method("early_exit", tiny_model, exit_layer=3, length=5).drafter
-    assert drafter.layout == Layout.chain(5, start_layer=3)
+    assert drafter.layout == Layout.chain(5) and drafter.start_layer == 3
     assert build_method("m2r2", tiny_model, length=2).drafter.length == 2
     assert build_method("prompt_lookup", tiny_model, length=4).drafter.layout.size == 5
 

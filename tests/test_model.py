@@ -11,6 +11,7 @@ from gguf_files import tensors_of, write
 import m2r2_jax
 from m2r2_jax.models import transformer
 from m2r2_jax.ops.cpu import vector_registers
+from m2r2_jax.ops.execution import EXACT, Execution
 
 CONFIG = dataclasses.replace(TINY, width=64, num_layers=2)
 LETTERS = [chr(code) for code in range(ord("!"), ord("~") + 1)]
@@ -38,8 +39,8 @@ def test_load_reads_config_weights_and_tokenizer(path):
     assert model.config.name == "smallest"
     assert model.config.num_layers == CONFIG.num_layers
     assert model.unrolled and model.mesh is None
-    assert model.config.products == f"fused_{vector_registers()}"
-    assert model.exact.config.products == "exact"
+    assert model.execution == Execution("fused", vector_registers())
+    assert model.exact.execution == EXACT
     assert model.params["embed"].dtype == jnp.float32
     assert model.tokenizer.encode("the") == [TOKENS.index("t"), TOKENS.index("he")]
     assert model.tokenizer.eos_ids == {TOKENS.index("</s>")}

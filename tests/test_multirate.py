@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from conftest import TINY, tiny_accelerators, tiny_params, unrolled
+from conftest import TINY, TINY_DECODER, tiny_accelerators, tiny_params, unrolled
 
 from m2r2_jax.models import multirate, transformer
 from m2r2_jax.models.cache import init_cache
@@ -53,7 +53,7 @@ def run(params, accelerators, cache, *, exit_layer: int, cached: bool = True):
     slow = transformer.embed(params, TOKENS)
     fast = multirate.start(accelerators, slow, STATE)
     return multirate.run_both(
-        TINY,
+        TINY_DECODER,
         params["blocks"],
         accelerators,
         slow,
@@ -161,9 +161,9 @@ def test_slow_stream_is_the_model_without_accelerators(storage):
     accelerators = stored(tiny_accelerators(4, scale=0.5, carry=0.5), storage)
     slow, _, _ = run(model(storage), accelerators, new_cache(storage), exit_layer=4)
     normed = transformer.final_norm(TINY, model(storage), slow)
-    logits = transformer.unembed(TINY, model(storage), normed)
+    logits = transformer.unembed(TINY_DECODER, model(storage), normed)
     expected = jax.jit(transformer.forward, static_argnums=0)(
-        TINY, model(storage), TOKENS
+        TINY_DECODER, model(storage), TOKENS
     )
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2r2_jax.decoding import plain
+from m2r2_jax.decoding import passes
 from m2r2_jax.drafters.methods import build_method
 from m2r2_jax.models import transformer
 from m2r2_jax.models.cache import init_cache
+from m2r2_jax.models.config import Decoder
 from m2r2_jax.serving.session import Session
 
 GOLDEN = Path(__file__).parent / "golden" / "greedy.json"
@@ -48,15 +49,15 @@ def test_greedy_ids_are_those_of_transformers(answers, index):
 @every_case
 def test_first_logits_are_those_of_transformers(default_model, index):
     ids, config = CASES[index]["prompt_ids"], default_model.config
-    (size,) = plain.chunk_sizes(len(ids))
+    (size,) = passes.chunk_sizes(len(ids))
     tokens = np.zeros((1, size), np.int32)
     tokens[0, : len(ids)] = ids
     cache = init_cache(config, 1, CAPACITY, jnp.float32, unrolled=True)
     hidden, count = jnp.zeros((1, config.width)), np.array([len(ids)], np.int32)
-    _, hidden = plain.prefill(
-        config, default_model.params, cache, hidden, tokens, count
+    _, hidden = passes.prefill(
+        Decoder(config), default_model.params, cache, hidden, tokens, count
     )
-    logits = transformer.unembed(default_model.config, default_model.params, hidden)[0]
+    logits = transformer.unembed(Decoder(config), default_model.params, hidden)[0]
     expected = CASES[index]["last_logits_head"]
     np.testing.assert_allclose(logits[: len(expected)], expected, atol=1e-3)
 

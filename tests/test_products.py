@@ -7,6 +7,9 @@ import pytest
 
 from m2r2_jax.models import layers
 from m2r2_jax.ops import products
+from m2r2_jax.ops.execution import EXACT, PLAIN, Execution
+
+FUSED_16, FUSED_32 = (Execution("fused", registers) for registers in (16, 32))
 
 linear = jax.jit(products.linear, static_argnums=(2, 3))
 
@@ -26,33 +29,33 @@ def test_linear_contracts_the_last_axis_of_an_out_in_weight(rows, out):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("products", ["fused_16", "fused_32", "exact"])
+@pytest.mark.parametrize("execution", [FUSED_16, FUSED_32, EXACT])
 @pytest.mark.parametrize("out", [(2, 9), (4, 8), (7,)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 12, 13, 17])
-def test_every_way_to_multiply_gives_the_product(rows, out, products, dtype):
+def test_every_way_to_multiply_gives_the_product(rows, out, execution, dtype):
     x, weight = normal(0, rows, 40), jnp.asarray(normal(1, *out, 40), dtype)
     operand = np.float64(jnp.asarray(x, dtype).astype(jnp.float32))
     expected = np.tensordot(operand, np.float64(weight), axes=(-1, -1))
-    result = linear(x, weight, products)
+    result = linear(x, weight, execution)
     assert result.dtype == jnp.float32
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("products", ["plain", "fused_16", "fused_32", "exact"])
-def test_results_have_the_rows_dtype_or_the_one_asked_for(products):
+@pytest.mark.parametrize("execution", [PLAIN, FUSED_16, FUSED_32, EXACT])
+def test_results_have_the_rows_dtype_or_the_one_asked_for(execution):
     x, weight = jnp.ones((3, 8), jnp.bfloat16), jnp.ones((5, 8), jnp.bfloat16)
-    assert linear(x, weight, products).dtype == jnp.bfloat16
+    assert linear(x, weight, execution).dtype == jnp.bfloat16
     # 257 needs more bits than bf16 has.
     weight = weight.at[:, 0].set(250)
-    np.testing.assert_array_equal(linear(x, weight, products, jnp.float32), 257.0)
+    np.testing.assert_array_equal(linear(x, weight, execution, jnp.float32), 257.0)
 
 
 def test_exact_rows_do_not_depend_on_those_beside_them():
     """Bitwise, whatever their number and place: what the exact mode rests on."""
     x, weight = normal(0, 40, 1536), normal(1, 64, 1536)
-    together = np.asarray(linear(x, weight, "exact"))
+    together = np.asarray(linear(x, weight, EXACT))
     for first, rows in [(0, 1), (0, 2), (5, 8), (3, 9), (17, 16), (20, 20)]:
-        found = linear(x[first : first + rows], weight, "exact")
+        found = linear(x[first : first + rows], weight, EXACT)
         np.testing.assert_array_equal(found, together[first : first + rows])
 
 
@@ -69,7 +72,7 @@ def test_rows_of_fused_sums_are_computed_once():
     options = {"xla_cpu_enable_fast_math": True}
 
     def product(x, scale, weight):
-        return linear(layers.rms_norm(x, scale, 1e-5), weight, "fused_32")
+        return linear(layers.rms_norm(x, scale, 1e-5), weight, FUSED_32)
 
     compiled = jax.jit(product, compiler_options=options).lower(
         *(jnp.ones(shape) for shape in [(8, 64), (64,), (32, 64)])

@@ -10,15 +10,13 @@ from conftest import (
     PLAIN,
     TINY,
     TINY_METHODS,
-    StubTokenizer,
     run_one,
 )
 
-from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding import plain
+from m2r2_jax.decoding import passes
 from m2r2_jax.decoding.sampling import SamplingParams
 from m2r2_jax.drafters import PromptLookup
-from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.drafters.methods import Method
 from m2r2_jax.serving import session
 from m2r2_jax.serving.engine import Engine
 from m2r2_jax.serving.session import Session
@@ -104,7 +102,7 @@ def test_rows_of_a_batch_keep_their_own_prefixes(tiny_model):
 
 def test_cache_grows_between_turns_and_never_shrinks(tiny_model):
     config = dataclasses.replace(TINY, context_length=600)
-    model = Model(config, tiny_model.params, StubTokenizer())
+    model = dataclasses.replace(tiny_model, config=config)
     session = Session(model, PLAIN)
     text = PROMPT + ids_of(session, PROMPT)
     assert session._cache.capacity == 256
@@ -150,8 +148,8 @@ def test_plan_of_a_new_session(tiny_model, lengths, count, expected):
 
 def test_plan_leaves_room_for_the_rows_of_a_pass(tiny_model):
     config = dataclasses.replace(TINY, context_length=600)
-    model = Model(config, tiny_model.params, StubTokenizer())
-    drafter = Method("lookup", PromptLookup(8, 3, 2), rows=EXACT_ROWS)
+    model = dataclasses.replace(tiny_model, config=config)
+    drafter = Method("lookup", PromptLookup(8, 3, 2))
     for method, rows in ((PLAIN, 2), (drafter, 9)):
         for limit in (256 - rows, 257 - rows):
             plan = Session(model, method).plan([[1] * 9], limit - 9)
@@ -172,7 +170,7 @@ def used_session(tiny_model, monkeypatch):
     def forbidden(*arguments, **settings):
         raise AssertionError("device work before the arguments were checked")
 
-    monkeypatch.setattr(plain, "prefill", forbidden)
+    monkeypatch.setattr(passes, "prefill", forbidden)
     monkeypatch.setattr(session, "grow", forbidden)
     monkeypatch.setattr(Engine, "place", forbidden)
     return used

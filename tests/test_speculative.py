@@ -25,7 +25,8 @@ from draft_methods import (
 from scripted_drafters import accepted_depths, script
 
 from m2r2_jax.drafters import PromptLookup
-from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.drafters.methods import Method
+from m2r2_jax.ops.execution import Execution
 from m2r2_jax.serving.session import Session
 
 
@@ -57,9 +58,10 @@ def test_i4_holds_over_stacked_weights(tiny_stacked_model, plain):
 
 
 def test_i4_holds_without_exact_mode_where_there_are_no_near_ties(tiny_model, plain):
-    method = Method("inexact", PromptLookup(8, 3, 2))
+    method = Method("lookup", PromptLookup(8, 3, 2))
+    inexact = dataclasses.replace(tiny_model, execution=Execution())
     for prompt in PROMPTS:
-        answer = run_one(tiny_model, method, prompt, 40)
+        answer = run_one(inexact, method, prompt, 40)
         assert answer.token_ids == plain(prompt, 40)
 
 
@@ -163,7 +165,7 @@ def test_right_drafts_are_accepted_past_every_chunk_and_cache_size(tiny_model):
     prompt = [index % 200 for index in range(230)]
     truth = prompt + run_one(model, PLAIN, prompt, 70).token_ids
     told = script([truth], pick=[0])
-    method = Method("scripted", CHAIN, told, rows=EXACT_ROWS)
+    method = Method("scripted", CHAIN, told)
     (answer,), _ = Session(model, method).run([prompt], 64)
     assert answer.token_ids == truth[230:294]
     # The script ends inside the last round.

@@ -8,6 +8,7 @@ from conftest import (
     NEVER,
     PLAIN,
     TINY,
+    TINY_DECODER,
     drawn,
 )
 from draft_methods import (
@@ -22,8 +23,8 @@ from draft_methods import (
 )
 from scripted_drafters import ALL, NONE, script
 
-from m2r2_jax.decoding import plain, speculative
-from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.decoding import loop, passes
+from m2r2_jax.drafters.methods import Method
 from m2r2_jax.models.cache import init_cache
 from m2r2_jax.ops.compilation import CompileClock
 from m2r2_jax.serving.engine import Engine
@@ -126,11 +127,8 @@ def test_i9_session_survives_an_exception(tiny_model, plain, name, where, monkey
         raise Interrupted
 
     with monkeypatch.context() as patch:
-        for module, loop in ((plain, "decode"), (speculative, "speculate")):
-            if where == "loop":
-                patch.setattr(module, loop, interrupt)
-        if where == "prefill":
-            patch.setattr(plain, "prefill", interrupt)
+        broken = {"prefill": (passes, "prefill"), "loop": (loop, "decode")}
+        patch.setattr(*broken[where], interrupt)
         with pytest.raises(Interrupted):
             session.run([turn], 20)
     (answer,), _ = session.run([turn], 20)
@@ -146,12 +144,12 @@ def test_update_is_told_the_state_of_the_token_before_the_root(
     truth = prompt + plain(prompt, 49)
     told = script([truth], pick=[0, 1, 0, ALL, NONE, 0, ALL])
     for rounds in range(1, 6):
-        engine = Engine(tiny_model, Method("scripted", drafter, told, EXACT_ROWS), 1)
+        engine = Engine(tiny_model, Method("scripted", drafter, told), 1)
         request = make_request(tiny_model, 1, [prompt], 40, eos_ids=NEVER)
         state = engine.begin(request, engine.new_cache(256))
         state = engine.advance(state, rounds)
-        length = int(state.decode.length[0])
-        assert state.decode.history[0, :length].tolist() == truth[:length]
+        length = int(state.length[0])
+        assert state.history[0, :length].tolist() == truth[:length]
         expected = final_state(tiny_model, truth[: length - 1])
         np.testing.assert_allclose(state.drafter[0], expected, atol=1e-5)
 
@@ -162,4 +160,6 @@ def final_state(model, ids: list[int]):
     tokens[0, : len(ids)] = ids
     cache = init_cache(TINY, 1, 256, jnp.float32, unrolled=True)
     hidden, count = jnp.zeros((1, TINY.width)), np.array([len(ids)], np.int32)
-    return plain.prefill(TINY, model.params, cache, hidden, tokens, count)[1][0]
+    return passes.prefill(TINY_DECODER, model.params, cache, hidden, tokens, count)[1][
+        0
+    ]

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_chat
-from conftest import TINY, tiny_accelerators
+from conftest import TINY, TINY_DECODER, tiny_accelerators
 
 from m2r2_jax import Session
 from m2r2_jax.drafters import MultiRateChain
 from m2r2_jax.drafters.draft_head import draft_head
-from m2r2_jax.drafters.methods import EXACT_ROWS, Method
+from m2r2_jax.drafters.methods import Method
 from m2r2_jax.models import multirate, transformer
 from m2r2_jax.models.multirate import MultiRateConfig
 from m2r2_jax.training import labels, losses, packing, steps, writing
@@ -43,7 +43,14 @@ def conversations(count: int = 24, seed: int = 0):
     eos = jnp.asarray([257])
     while not bool(state.done):
         state = writing.write(
-            TINY, MODEL.params, FRAME, config, eos, jnp.int32(1), state, jnp.int32(50)
+            MODEL.decoder,
+            MODEL.params,
+            FRAME,
+            config,
+            eos,
+            jnp.int32(1),
+            state,
+            jnp.int32(50),
         )
     return writing.collect(FRAME, state)
 
@@ -83,7 +90,9 @@ def test_labels_of_packed_rows_are_those_of_each_conversation_alone(store):
             )
             # One shape for all: what stands behind a token does not reach it.
             padded = np.pad(alone, (0, LENGTH - len(alone)))
-            logits = np.asarray(transformer.forward(TINY, MODEL.params, padded[None]))
+            logits = np.asarray(
+                transformer.forward(TINY_DECODER, MODEL.params, padded[None])
+            )
             logits = logits[0, : len(alone)]
             assert (store.argmax[row, here] == logits[opening:].argmax(-1)).all()
             state = jnp.asarray(store.states[row, here], jnp.float32)
@@ -121,7 +130,7 @@ def test_simulated_acceptance_is_that_of_decoding(store):
     drafts_ST = [np.asarray(logit).argmax(-1) for logit in logits]
     layers = transformer.unroll(accelerators["layers"])
     params = {"accelerators": {**accelerators, "layers": layers}, "head": head()}
-    method = Method("m2r2", MultiRateChain(TINY, 2, DRAFTS), params, rows=EXACT_ROWS)
+    method = Method("m2r2", MultiRateChain(2, DRAFTS), params)
     packed, rounds = store.packed, 0
     for row in range(len(packed)):
         for number in range(1, packed.segment[row].max() + 1):

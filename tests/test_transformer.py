@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from conftest import SMOLLM2_135M, TINY, tiny_params, unrolled
+from conftest import SMOLLM2_135M, TINY, TINY_DECODER, tiny_params, unrolled
 
-from m2r2_jax.decoding import plain
-from m2r2_jax.decoding.speculative import Layout
+from m2r2_jax.decoding import passes
+from m2r2_jax.decoding.drafting import Layout
 from m2r2_jax.models import transformer
 from m2r2_jax.models.cache import KVCache, init_cache
+from m2r2_jax.models.config import Decoder
 
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 12))
 forward = jax.jit(transformer.forward, static_argnums=0)
-score = jax.jit(plain.score, static_argnums=0)
+score = jax.jit(passes.score, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def params() -> dict:
 def test_forward_equals_plain_numpy(kv_heads, tied):
     config = dataclasses.replace(TINY, tied_head=tied, num_kv_heads=kv_heads)
     params = tiny_params(config, seed=kv_heads)
-    result = forward(config, params, TOKENS)
+    result = forward(Decoder(config), params, TOKENS)
     assert result.dtype == jnp.float32
     for row, tokens in enumerate(TOKENS):
         expected = reference.logits(config, params, tokens)
@@ -39,15 +40,17 @@ def test_forward_equals_plain_numpy(kv_heads, tied):
 
 
 def test_scanned_equals_unrolled(params):
-    scanned = forward(TINY, params, TOKENS)
+    scanned = forward(TINY_DECODER, params, TOKENS)
     np.testing.assert_allclose(
-        forward(TINY, unrolled(params), TOKENS), scanned, atol=1e-5
+        forward(TINY_DECODER, unrolled(params), TOKENS), scanned, atol=1e-5
     )
 
 
 def test_flax_module_applies_the_same_function(params):
     applied = transformer.Transformer(TINY).apply({"params": params}, TOKENS)
-    np.testing.assert_allclose(applied, forward(TINY, params, TOKENS), atol=1e-5)
+    np.testing.assert_allclose(
+        applied, forward(TINY_DECODER, params, TOKENS), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -102,7 +105,9 @@ def test_logits_have_no_gradient_to_later_tokens(params):
     tokens = np.arange(12)[None]
 
     def total(embedding, position):
-        logits = transformer.forward(TINY, {**params, "embed": embedding}, tokens)
+        logits = transformer.forward(
+            TINY_DECODER, {**params, "embed": embedding}, tokens
+        )
         return jnp.sum(logits[0, position] * jnp.arange(TINY.vocab_size))
 
     gradient = jax.jit(jax.grad(total))
@@ -120,7 +125,9 @@ def in_chunks(params: dict, sizes: tuple[int, ...]) -> np.ndarray:
     for size in sizes:
         tokens = TOKENS[:, position : position + size]
         causal = np.tril(np.ones((size, size), bool))
-        _, logits, cache = score(TINY, params, cache, tokens, np.arange(size), causal)
+        _, logits, cache = score(
+            TINY_DECODER, params, cache, tokens, np.arange(size), causal
+        )
         cache = cache.advance(jnp.full(len(TOKENS), size))
         parts.append(logits)
         position += size
@@ -130,7 +137,7 @@ def in_chunks(params: dict, sizes: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("storage", [unrolled, dict], ids=["unrolled", "stacked"])
 @pytest.mark.parametrize("sizes", [(12,), (7, 5), (1,) * 12, (5, 1, 1, 5)])
 def test_cached_equals_uncached_for_any_split(params, sizes, storage):
-    expected = forward(TINY, params, TOKENS)
+    expected = forward(TINY_DECODER, params, TOKENS)
     np.testing.assert_allclose(in_chunks(storage(params), sizes), expected, atol=1e-5)
 
 
@@ -138,10 +145,10 @@ def test_layers_may_be_run_in_two_goes(params):
     causal = np.tril(np.ones((12, 12), bool))
     rows = (TOKENS, np.arange(12), causal)
     cache = init_cache(TINY, 2, 16, jnp.float32, unrolled=False)
-    whole, expected, filled = score(TINY, params, cache, *rows)
+    whole, expected, filled = score(TINY_DECODER, params, cache, *rows)
     early = jax.jit(run_early, static_argnums=0)
-    x_BRD, half = early(TINY, params, cache, TOKENS, causal)
-    later = jax.jit(functools.partial(plain.score, TINY, start_layer=2))
+    x_BRD, half = early(TINY_DECODER, params, cache, TOKENS, causal)
+    later = jax.jit(functools.partial(passes.score, TINY_DECODER, start_layer=2))
     hidden, logits, joined = later(params, half, *rows, x_BRD)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     np.testing.assert_allclose(hidden, whole, atol=1e-5)
@@ -149,10 +156,10 @@ def test_layers_may_be_run_in_two_goes(params):
     assert not np.any(half.keys[2:]), "layers from 2 on must not have been written"
 
 
-def run_early(config, params, cache: KVCache, tokens, causal):
-    rows = transformer.cached_rows(config, cache, np.arange(12), causal)
+def run_early(decoder, params, cache: KVCache, tokens, causal):
+    rows = transformer.cached_rows(decoder.config, cache, np.arange(12), causal)
     x_BRD = transformer.embed(params, tokens)
-    return transformer.run_layers(config, params["blocks"], x_BRD, rows, cache, 0, 2)
+    return transformer.run_layers(decoder, params["blocks"], x_BRD, rows, cache, 0, 2)
 
 
 def rows_of(layout: Layout, lengths: list[int]) -> transformer.Rows:

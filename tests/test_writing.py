@@ -68,7 +68,7 @@ def test_the_frame_is_the_template_around_a_turn():
 def test_greedy_answers_are_those_of_plain_decoding():
     config = dataclasses.replace(CONFIG, sampled_every=10**6)
     found, _ = written(config, len(PROMPTS), first=1, prompts=PROMPTS)
-    plain = build_method("autoregressive", model(), exact=True)
+    plain = build_method("autoregressive", model())
     endings = set()
     for prompt, conversation in zip(PROMPTS, found, strict=True):
         ids = [*frame().opening, *prompt, *frame().bridge]

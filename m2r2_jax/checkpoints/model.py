@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from jax.sharding import Mesh
 from m2r2_jax.checkpoints import fetch
 from m2r2_jax.checkpoints.gguf import GGUFFile, config_from_gguf, load_gguf_params
 from m2r2_jax.models import sharding
-from m2r2_jax.models.config import ModelConfig
-from m2r2_jax.ops.cpu import vector_registers
+from m2r2_jax.models.config import Decoder, ModelConfig
+from m2r2_jax.ops.execution import EXACT, PLAIN, Execution
 from m2r2_jax.text.tokenizer import Tokenizer
 
 
@@ -27,12 +28,28 @@ class Model:
       params: parameter tree of `transformer.weight_specs`.
       tokenizer: text to ids and back, and the chat template.
       mesh: devices the arrays are spread over; None for a single device.
+      execution: how this device multiplies.
     """
 
     config: ModelConfig
     params: dict
     tokenizer: Tokenizer
     mesh: Mesh | None = None
+    execution: Execution = PLAIN
+
+    @property
+    def decoder(self) -> Decoder:
+        """What programs are compiled for."""
+        return Decoder(self.config, self.execution)
+
+    @property
+    def stream_dtype(self) -> jnp.dtype:
+        """Of the residual stream and the cache."""
+        return self.params["embed"].dtype
+
+    def place(self, tree):
+        """Puts arrays whose first axis is the batch on the device or over the mesh."""
+        return sharding.place(self.mesh, tree)
 
     @property
     def unrolled(self) -> bool:
@@ -41,8 +58,10 @@ class Model:
 
     @property
     def exact(self) -> Model:
-        """The same model, whose rows do not depend on each other (`ModelConfig`)."""
-        return dataclasses.replace(self, config=self.config.exact)
+        """The same model, whose f32 rows on CPU do not depend on those beside them:
+        every method then gives bitwise the same logits. Slower; for equality tests.
+        """
+        return dataclasses.replace(self, execution=EXACT)
 
 
 def load(
@@ -83,27 +102,17 @@ def load(
     unrolled = backend != "tpu" if unrolled is None else unrolled
     file = GGUFFile(fetch.default_model_file() if path is None else path)
     name = fetch.DEFAULT_MODEL if path is None else file.path.stem
-    config = dataclasses.replace(
-        config_from_gguf(file),
-        name=name,
-        products=f"fused_{vector_registers()}" if backend == "cpu" else "plain",
-    )
+    config = dataclasses.replace(config_from_gguf(file), name=name)
     tokenizer = Tokenizer.from_gguf(file.metadata)
-
-    def place(array, axes):
-        if mesh is None:
-            return jnp.asarray(array)
-        return jax.device_put(array, sharding.sharding(mesh, axes, array.shape))
-
     params = load_gguf_params(
         file,
         config,
         dtype,
         stream_dtype=stream_dtype or dtype,
         unrolled=unrolled,
-        place=place,
+        place=functools.partial(sharding.place, mesh),
     )
-    return Model(config, params, tokenizer, mesh)
+    return Model(config, params, tokenizer, mesh, Execution.here())
 
 
 def _enable_compilation_cache() -> None:

@@ -1,4 +1,4 @@
-"""Decoding methods by name: what drafts, and how many rows a plain step has."""
+"""Decoding methods by name: what drafts, and what it was trained to."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from m2r2_jax.checkpoints.accelerators import (
     shipped_accelerators,
 )
 from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding.speculative import Drafter
-from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
+from m2r2_jax.decoding.drafting import Drafter
+from m2r2_jax.drafters import MultiRateChain, NoDrafts, PromptLookup, RandomDraft
 from m2r2_jax.drafters.draft_head import draft_head
 from m2r2_jax.models import multirate
 from m2r2_jax.models.multirate import MultiRateConfig
 from m2r2_jax.models.transformer import like_matrices, unroll
-
-# In exact mode plain steps have two rows, as the least of verifications has.
-EXACT_ROWS = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,23 +28,21 @@ class Method:
 
     Attributes:
       name: as in `METHODS`.
-      drafter: None for plain decoding.
+      drafter: what proposes; nothing in plain decoding.
       params: what the drafter reads beside the model's parameters.
-      rows: rows of a pass without drafts: 1, or `EXACT_ROWS`.
       note: what a reader of its numbers has to know, such as missing training.
       trainable_parameters: parameters that were trained for this method.
     """
 
     name: str
-    drafter: Drafter | None = None
+    drafter: Drafter = NoDrafts()
     params: dict = dataclasses.field(default_factory=dict)
-    rows: int = 1
     note: str = ""
     trainable_parameters: int = 0
 
 
 def _autoregressive(model: Model) -> Method:
-    """Plain decoding, one row per step."""
+    """Plain decoding."""
     del model
     return Method("autoregressive")
 
@@ -84,7 +79,6 @@ def _m2r2(
     trained = load_accelerators(path, model.config)
     settings = trained.settings
     drafter = MultiRateChain(
-        model.config,
         trained.rates.exit_layer,
         settings.length if length is None else length,
         settings.min_confidence if min_confidence is None else min_confidence,
@@ -101,7 +95,7 @@ def _early_exit(
     rates = MultiRateConfig(exit_layer, rank=1)
     params = multirate.init_accelerators(model.config, rates, jax.random.key(0))
     untrained = TrainedAccelerators(model.config.name, rates, params, None)
-    drafter = MultiRateChain(model.config, exit_layer, length, min_confidence)
+    drafter = MultiRateChain(exit_layer, length, min_confidence)
     return Method(
         "early_exit",
         drafter,
@@ -121,7 +115,8 @@ def _stream_params(model: Model, trained: TrainedAccelerators) -> dict:
 
 def _random_draft(model: Model, *, length: int = 1) -> Method:
     """Drafts drawn at random: what verification alone costs."""
-    return Method("random_draft", RandomDraft(model.config.vocab_size, length))
+    del model
+    return Method("random_draft", RandomDraft(length))
 
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -133,17 +128,12 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-def build_method(
-    name: str, model: Model, *, exact: bool = False, **settings: float | str
-) -> Method:
+def build_method(name: str, model: Model, **settings: float | str) -> Method:
     """Builds a decoding method.
 
     Args:
       name: one of `METHODS`.
       model: the model it will run on.
-      exact: run plain steps with two rows, and products whose rows do not depend on
-        each other, so that in f32 on CPU every method gives bitwise the same logits
-        (slower; for equality tests).
       **settings: the method's own, such as `length` for drafters.
 
     Raises:
@@ -159,5 +149,4 @@ def build_method(
             f"method {name!r} has no setting {', '.join(sorted(unknown))}; it has "
             f"{', '.join(known) or 'none'}"
         )
-    method = METHODS[name](model.exact if exact else model, **settings)
-    return dataclasses.replace(method, rows=EXACT_ROWS if exact else 1)
+    return METHODS[name](model, **settings)

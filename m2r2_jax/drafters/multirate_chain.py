@@ -11,10 +11,11 @@ from flax import struct
 from jax import lax
 
 from m2r2_jax.decoding import sampling
-from m2r2_jax.decoding.speculative import Context, Layout, Outcome, Proposal, run_if
+from m2r2_jax.decoding.drafting import Context, Layout, Outcome, Prefill, Proposal
+from m2r2_jax.decoding.loop import run_if
 from m2r2_jax.models import multirate, transformer
 from m2r2_jax.models.cache import KVCache
-from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.config import Decoder
 from m2r2_jax.ops.products import linear
 
 
@@ -53,27 +54,30 @@ class MultiRateChain:
     `draft_head.DraftHead`.
     """
 
-    config: ModelConfig
     exit_layer: int
     length: int
     min_confidence: float = 0.0
 
     @property
     def layout(self) -> Layout:
-        return Layout.chain(self.length, start_layer=self.exit_layer)
+        return Layout.chain(self.length)
 
-    def init(self, params: dict, hidden_BD: jax.Array) -> jax.Array:
+    @property
+    def start_layer(self) -> int:
+        return self.exit_layer
+
+    def init(self, decoder: Decoder, params: dict, prefill: Prefill) -> jax.Array:
         """The state is the final state of the root's predecessor, for the carry."""
-        return hidden_BD
+        return prefill.hidden
 
     def propose(
-        self, params: dict, state: jax.Array, context: Context
+        self, decoder: Decoder, params: dict, state: jax.Array, context: Context
     ) -> tuple[Proposal, jax.Array, KVCache]:
         n, B = self.layout.size, context.root.shape[0]
         draft = _Draft(
             tokens=jnp.zeros((B, n), jnp.int32).at[:, 0].set(context.root),
             valid=jnp.zeros((B, n), jnp.bool_).at[:, 0].set(True),
-            hidden=jnp.zeros((B, n, self.config.width), state.dtype),
+            hidden=jnp.zeros((B, n, decoder.config.width), state.dtype),
             carried=state,
             cache=context.cache,
         )
@@ -84,19 +88,21 @@ class MultiRateChain:
 
         def step(turn):
             row, draft = turn
-            draft, fast_BD = self._pass(params, row, draft)
-            return row + 1, self._extend(params, context, row, draft, fast_BD)
+            draft, fast_BD = self._pass(decoder, params, row, draft)
+            return row + 1, self._extend(decoder, params, context, row, draft, fast_BD)
 
         _, draft = lax.while_loop(confident, step, (jnp.int32(0), draft))
         # The last draft needs its early layers too, but no draft of its own.
         draft = run_if(
             jnp.any(draft.valid[:, self.length]),
-            lambda draft: self._slow_pass(params, self.length, draft),
+            lambda draft: self._slow_pass(decoder, params, self.length, draft),
             draft,
         )
         return Proposal(draft.tokens, draft.valid, draft.hidden), state, draft.cache
 
-    def update(self, params: dict, state: jax.Array, outcome: Outcome) -> jax.Array:
+    def update(
+        self, decoder: Decoder, params: dict, state: jax.Array, outcome: Outcome
+    ) -> jax.Array:
         """Keeps the final state of the token before the new root."""
         last_B1 = jnp.maximum(outcome.count - 1, 0)[:, None]
         row_B1 = jnp.take_along_axis(outcome.path, last_B1, axis=1)
@@ -104,7 +110,7 @@ class MultiRateChain:
         return jnp.where(outcome.count[:, None] > 0, kept_BD, state)
 
     def _pass(
-        self, params: dict, row: jax.Array | int, draft: _Draft
+        self, decoder: Decoder, params: dict, row: jax.Array | int, draft: _Draft
     ) -> tuple[_Draft, jax.Array]:
         """Both streams of one row through the early layers; writes its scratch slot.
 
@@ -112,9 +118,9 @@ class MultiRateChain:
           The draft with the row's hand-over state, and p[X], `[B, D]`.
         """
         model, accelerators = params["model"], params["accelerators"]
-        embedded_B1D, rows, ahead = self._next_row(model, row, draft)
+        embedded_B1D, rows, ahead = self._next_row(decoder, model, row, draft)
         slow_B1D, fast_B1D, ahead = multirate.run_both(
-            self.config,
+            decoder,
             model["blocks"],
             accelerators,
             embedded_B1D,
@@ -125,28 +131,31 @@ class MultiRateChain:
         )
         return _hand_over(draft, row, slow_B1D, ahead), fast_B1D[:, 0]
 
-    def _slow_pass(self, params: dict, row: int, draft: _Draft) -> _Draft:
+    def _slow_pass(
+        self, decoder: Decoder, params: dict, row: int, draft: _Draft
+    ) -> _Draft:
         """As `_pass`, for a row that drafts nothing: no accelerated stream."""
         model = params["model"]
-        x_B1D, rows, ahead = self._next_row(model, row, draft)
+        x_B1D, rows, ahead = self._next_row(decoder, model, row, draft)
         slow_B1D, ahead = transformer.run_layers(
-            self.config, model["blocks"], x_B1D, rows, ahead, 0, self.exit_layer
+            decoder, model["blocks"], x_B1D, rows, ahead, 0, self.exit_layer
         )
         return _hand_over(draft, row, slow_B1D, ahead)
 
     def _next_row(
-        self, model: dict, row: jax.Array | int, draft: _Draft
+        self, decoder: Decoder, model: dict, row: jax.Array | int, draft: _Draft
     ) -> tuple[jax.Array, transformer.Rows, KVCache]:
         """A row's embedded token, its place, and the cache up to it."""
         ahead = draft.cache.advance(row)
         rows = transformer.cached_rows(
-            self.config, ahead, np.zeros(1, np.int32), np.ones((1, 1), bool)
+            decoder.config, ahead, np.zeros(1, np.int32), np.ones((1, 1), bool)
         )
         token_B1 = lax.dynamic_slice_in_dim(draft.tokens, row, 1, axis=1)
         return transformer.embed(model, token_B1), rows, ahead
 
     def _extend(
         self,
+        decoder: Decoder,
         params: dict,
         context: Context,
         row: jax.Array,
@@ -155,10 +164,14 @@ class MultiRateChain:
     ) -> _Draft:
         """Drafts the token after `row` from its p[X]."""
         exit_BD = multirate.exit_state(
-            self.config, params["model"], params["accelerators"], fast_BD, draft.carried
+            decoder.config,
+            params["model"],
+            params["accelerators"],
+            fast_BD,
+            draft.carried,
         )
         head = params["head"]
-        logits_BH = linear(exit_BD, head.weight, self.config.products, jnp.float32)
+        logits_BH = linear(exit_BD, head.weight, decoder.execution, jnp.float32)
         position_B1 = (context.length + row)[:, None]
         drafted_B1 = sampling.choose(
             logits_BH[:, None], context.sampling, position_B1, head

@@ -7,8 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from m2r2_jax.decoding.speculative import Context
+from m2r2_jax.decoding.drafting import Context
 from m2r2_jax.drafters.stateless import StatelessChain
+from m2r2_jax.models.config import Decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class PromptLookup(StatelessChain):
     max_ngram: int
     min_ngram: int
 
-    def drafts(self, context: Context) -> tuple[jax.Array, jax.Array]:
+    def drafts(self, decoder: Decoder, context: Context) -> tuple[jax.Array, jax.Array]:
         return jax.vmap(self._lookup)(context.history, context.length)
 
     def _lookup(self, history_S: jax.Array, length: jax.Array):

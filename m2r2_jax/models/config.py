@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from m2r2_jax.ops.products import FUSED_PRODUCTS
-
-_PRODUCTS = ("plain", *FUSED_PRODUCTS, "exact")
+from m2r2_jax.ops.execution import PLAIN, Execution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +25,6 @@ class ModelConfig:
       norm_epsilon: added to the mean square in RMSNorm.
       tied_head: whether the unembedding is the embedding.
       context_length: positions the model was trained for.
-      products: how rows are multiplied by weights; values differ in their last bits.
-        "plain": one product, for training, GPU and TPU. "fused_16", "fused_32": what
-        is fastest for so many rows on XLA's CPU backend, on a CPU with so many vector
-        registers; two rows in f32 take the time of one.
-        "exact": a row's f32 result does not depend on the rows beside it.
     """
 
     name: str
@@ -46,14 +39,8 @@ class ModelConfig:
     norm_epsilon: float
     tied_head: bool
     context_length: int
-    products: str = "plain"
 
     def __post_init__(self):
-        if self.products not in _PRODUCTS:
-            raise ValueError(
-                f"products {self.products!r} is unknown; choose from "
-                f"{', '.join(_PRODUCTS)}"
-            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} "
@@ -68,11 +55,6 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         """Query heads that share one key/value head (G)."""
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def exact(self) -> ModelConfig:
-        """The same model with products whose rows do not depend on each other."""
-        return dataclasses.replace(self, products="exact")
 
     @classmethod
     def from_gguf(
@@ -122,3 +104,16 @@ class ModelConfig:
             tied_head=tied_head,
             context_length=get("context_length"),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A model and how it is run: what programs are compiled for.
+
+    Attributes:
+      config: the model.
+      execution: how this device multiplies; plain products by default, as in training.
+    """
+
+    config: ModelConfig
+    execution: Execution = PLAIN

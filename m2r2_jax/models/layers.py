@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from m2r2_jax.ops.products import fused_scores, has_registers
+from m2r2_jax.ops.execution import PLAIN, Execution
+from m2r2_jax.ops.products import fused_scores
 
 # Norms, softmax and rotary angles are computed in f32 whatever the weights' dtype:
 # their sums and the angles of late positions lose too many bits in bf16.
@@ -81,7 +82,7 @@ def attention(
     keys_JSH: jax.Array,
     values_JSH: jax.Array,
     mask_BRS: jax.Array,
-    products: str = "plain",
+    execution: Execution = PLAIN,
 ) -> jax.Array:
     """Grouped-query attention of R rows over S slots.
 
@@ -90,7 +91,7 @@ def attention(
       keys_JSH: keys in cache layout: both products then run without a transpose.
       values_JSH: values, same layout.
       mask_BRS: True where a row may read a slot; every row reads at least one.
-      products: as in `ModelConfig`.
+      execution: how scores are computed here.
 
     Returns:
       `[B, R, K*G*H]`.
@@ -98,7 +99,7 @@ def attention(
     B, R, K, G, H = q_BRKGH.shape
     q_JrH = q_BRKGH.swapaxes(1, 2).reshape(B * K, R * G, H)
     batch = ((0,), (0,))
-    scores_JrS = _scores(q_JrH, keys_JSH, products)
+    scores_JrS = _scores(q_JrH, keys_JSH, execution)
     scores_BKRGS = scores_JrS.reshape(B, K, R, G, -1) * H**-0.5
     # A finite floor: a slot that is not written yet can never make a NaN.
     floor = jnp.finfo(jnp.float32).min
@@ -110,10 +111,10 @@ def attention(
     return out_JrH.reshape(B, K, R, G * H).swapaxes(1, 2).reshape(B, R, K * G * H)
 
 
-def _scores(q_JrH: jax.Array, keys_JSH: jax.Array, products: str) -> jax.Array:
+def _scores(q_JrH: jax.Array, keys_JSH: jax.Array, execution: Execution) -> jax.Array:
     """Products of queries and keys, f32: `[J, r, S]`."""
     batch, queries = ((0,), (0,)), q_JrH.shape[1]
-    if has_registers(queries, products):
+    if execution.has_registers(queries):
         return fused_scores(q_JrH, keys_JSH)
     few = queries <= _FEW_QUERIES
     left, right = (keys_JSH, q_JrH) if few else (q_JrH, keys_JSH)

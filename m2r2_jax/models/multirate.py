@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from m2r2_jax.models.cache import KVCache
-from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.models.transformer import (
     Rows,
     final_norm,
@@ -192,7 +192,7 @@ def exit_state(
 
 
 def run_both(
-    config: ModelConfig,
+    decoder: Decoder,
     blocks,
     accelerators: dict,
     slow_BTD: jax.Array,
@@ -204,7 +204,7 @@ def run_both(
     """Runs both streams through the layers below the exit, each weight read once.
 
     Args:
-      config: the model.
+      decoder: the model, and how it runs.
       blocks: its blocks, unrolled or stacked.
       accelerators: from `init_accelerators` or training.
       slow_BTD: h[0] of T rows.
@@ -217,9 +217,9 @@ def run_both(
       h[X], p[X] and the cache. h and the cache are bitwise what they would be with
       any other accelerators in the same program (I2).
     """
-    slow, project = rows.slow, accelerated(config, accelerators["layers"], rows.slow)
+    slow, project = rows.slow, accelerated(decoder, accelerators["layers"], rows.slow)
     x_BRD, cache = run_layers(
-        config,
+        decoder,
         blocks,
         jnp.concatenate([slow_BTD, fast_BTD], axis=1),
         with_fast_rows(rows),
@@ -232,13 +232,13 @@ def run_both(
 
 
 def accelerated(
-    config: ModelConfig, accelerators: dict | tuple[dict, ...], slow: int
+    decoder: Decoder, accelerators: dict | tuple[dict, ...], slow: int
 ) -> Callable:
     """A block's `project` that adds the low-rank term to the rows behind `slow`."""
 
     def project(layer, name: str, x_BRI: jax.Array, weight: jax.Array) -> jax.Array:
         pairs = layer_weights(accelerators, layer)
-        product = linear(x_BRI, weight, config.products)
+        product = linear(x_BRI, weight, decoder.execution)
         fast_BTI = x_BRI[:, slow:]
         if name == "qkv":
             K, width, H = weight.shape[:3]

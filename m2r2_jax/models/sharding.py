@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from m2r2_jax.models.cache import KVCache
@@ -94,14 +95,27 @@ def sharding(mesh: Mesh, axes: Sequence[str], shape: Sequence[int]) -> NamedShar
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def batched(mesh: Mesh, tree):
-    """Shardings of a pytree of arrays whose leading axis is the batch."""
-    return jax.tree.map(
-        lambda leaf: sharding(
-            mesh, ("batch",) + ("slots",) * (leaf.ndim - 1), leaf.shape
-        ),
-        tree,
-    )
+def place(mesh: Mesh | None, tree, axes: Sequence[str] = ()):
+    """Puts arrays on the default device, or over a mesh.
+
+    Args:
+      mesh: None for a single device.
+      tree: a pytree of numpy or jax arrays.
+      axes: logical names of their axes; by default the first one is the batch.
+    """
+
+    def put(array):
+        if mesh is None:
+            return jnp.asarray(array)
+        names = axes or batch_axes(array)
+        return jax.device_put(array, sharding(mesh, names, array.shape))
+
+    return jax.tree.map(put, tree)
+
+
+def batch_axes(array) -> tuple[str, ...]:
+    """Logical axes of an array whose first one is the batch."""
+    return ("batch",) + ("slots",) * (array.ndim - 1)
 
 
 def cache_shardings(mesh: Mesh, cache: KVCache) -> KVCache:

@@ -18,7 +18,7 @@ from jax import lax
 
 from m2r2_jax.models import layers
 from m2r2_jax.models.cache import KVCache, cache_layout
-from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.ops.products import linear
 
 
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
             if name != "blocks"
         }
         params["blocks"] = Blocks(self.config, name="blocks")()
-        return forward(self.config, params, tokens_BT)
+        return forward(Decoder(self.config), params, tokens_BT)
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> dict:
@@ -173,24 +173,14 @@ def with_fast_rows(rows: Rows) -> Rows:
     )
 
 
-def slow_only(config: ModelConfig) -> Callable:
-    """A block's `project` where all rows are slow ones; see `multirate.accelerated`."""
-
-    def project(layer, name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-        del layer, name
-        return linear(x, weight, config.products)
-
-    return project
-
-
 def block(
-    config: ModelConfig,
+    decoder: Decoder,
     weights: dict,
     x_BRD: jax.Array,
     rows: Rows,
     cache: KVCache | None,
     layer,
-    project: Callable,
+    project: Callable | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """One pre-norm decoder block.
 
@@ -198,21 +188,27 @@ def block(
     a weight is read once. Fast rows have queries only: they read what slow rows wrote.
 
     Args:
-      config: the model.
+      decoder: the model, and how it runs.
       weights: one layer's weights, as in `weight_specs`.
       x_BRD: residual stream of the rows.
       rows: positions and masks.
       cache: slow rows are appended to it; None attends among the rows themselves.
       layer: index of the layer in the cache.
-      project: `(layer, name, x, weight) -> product`; `slow_only`, unless there are
-        fast rows.
+      project: `(layer, name, x, weight) -> product`, where there are fast rows
+        (`multirate.accelerated`); else all rows are multiplied by the weight alone.
 
     Returns:
       The residual stream after the block, and the cache.
     """
-    G, epsilon = config.queries_per_kv, config.norm_epsilon
+    G, epsilon = decoder.config.queries_per_kv, decoder.config.norm_epsilon
+
+    def multiply(name: str, x: jax.Array) -> jax.Array:
+        if project is None:
+            return linear(x, weights[name], decoder.execution)
+        return project(layer, name, x, weights[name])
+
     normed = layers.rms_norm(x_BRD, weights["attention_norm"], epsilon)
-    qkv_BRKgH = project(layer, "qkv", normed, weights["qkv"])
+    qkv_BRKgH = multiply("qkv", normed)
     q_BRKGH = layers.rotate(qkv_BRKgH[..., :G, :], rows.turns)
     slow_BTKgH = qkv_BRKgH[:, : rows.slow]
     slow_turns = tuple(turn[:, : rows.slow] for turn in rows.turns)
@@ -223,16 +219,16 @@ def block(
     else:
         cache = cache.append(layer, k_BTKH, v_BTKH)
         keys, values = cache.read(layer)
-    mixed = layers.attention(q_BRKGH, keys, values, rows.mask, config.products)
-    x_BRD = x_BRD + project(layer, "out", mixed, weights["out"])
+    mixed = layers.attention(q_BRKGH, keys, values, rows.mask, decoder.execution)
+    x_BRD = x_BRD + multiply("out", mixed)
     normed = layers.rms_norm(x_BRD, weights["mlp_norm"], epsilon)
-    gate_up = project(layer, "gate_up", normed, weights["gate_up"])
+    gate_up = multiply("gate_up", normed)
     gated = layers.gated_product(gate_up)
-    return x_BRD + project(layer, "down", gated, weights["down"]), cache
+    return x_BRD + multiply("down", gated), cache
 
 
 def run_layers(
-    config: ModelConfig,
+    decoder: Decoder,
     blocks,
     x_BRD: jax.Array,
     rows: Rows,
@@ -242,18 +238,18 @@ def run_layers(
     project: Callable | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Runs blocks lo..hi-1, unrolled or as a loop, whichever way they are stored."""
-    project = project or slow_only(config)
     if isinstance(blocks, tuple):
         for layer in range(lo, hi):
             x_BRD, cache = block(
-                config, blocks[layer], x_BRD, rows, cache, layer, project
+                decoder, blocks[layer], x_BRD, rows, cache, layer, project
             )
         return x_BRD, cache
 
     def step(carry, layer):
         # Indexing inside the loop reads one layer; slicing lo:hi would copy them all.
         weights = layer_weights(blocks, layer)
-        return block(config, weights, carry[0], rows, carry[1], layer, project), None
+        x_BRD, cache = carry
+        return block(decoder, weights, x_BRD, rows, cache, layer, project), None
 
     return lax.scan(step, (x_BRD, cache), jnp.arange(lo, hi))[0]
 
@@ -268,22 +264,22 @@ def final_norm(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
     return layers.rms_norm(x, params["final_norm"], config.norm_epsilon)
 
 
-def unembed(config: ModelConfig, params: dict, normed: jax.Array) -> jax.Array:
+def unembed(decoder: Decoder, params: dict, normed: jax.Array) -> jax.Array:
     """Logits over the full vocabulary, f32: `[..., D] -> [..., V]`.
 
     They never pass through bf16, which would round those of 16 and more to eighths.
     """
     head = params.get("head", params["embed"])
-    return linear(normed, head, config.products, jnp.float32)
+    return linear(normed, head, decoder.execution, jnp.float32)
 
 
-def forward(config: ModelConfig, params: dict, tokens_BT: jax.Array) -> jax.Array:
+def forward(decoder: Decoder, params: dict, tokens_BT: jax.Array) -> jax.Array:
     """Logits `[B, T, V]` of whole sequences, causal, without a cache."""
-    T = tokens_BT.shape[1]
+    config, T = decoder.config, tokens_BT.shape[1]
     turns = rotary_turns(config, jnp.arange(T)[None])
     rows = Rows(turns, jnp.tril(jnp.ones((1, T, T), jnp.bool_)), T)
     x_BTD, _ = run_layers(
-        config,
+        decoder,
         params["blocks"],
         embed(params, tokens_BT),
         rows,
@@ -291,4 +287,4 @@ def forward(config: ModelConfig, params: dict, tokens_BT: jax.Array) -> jax.Arra
         0,
         config.num_layers,
     )
-    return unembed(config, params, final_norm(config, params, x_BTD))
+    return unembed(decoder, params, final_norm(config, params, x_BTD))

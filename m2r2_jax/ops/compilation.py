@@ -7,37 +7,38 @@ from collections.abc import Callable
 
 import jax
 
-from m2r2_jax.ops.products import FUSED_PRODUCTS
-
 _EVENT = "/jax/core/compile/backend_compile_duration"
-_REORDERED_SUMS = {"xla_cpu_enable_fast_math": True}
-# XLA's CPU backend keeps to half of the widest vectors unless told otherwise.
-_WIDEST_VECTORS = {"xla_cpu_prefer_vector_width": 512}
 
 
-def jit(function: Callable, **options) -> Callable:
-    """`jax.jit` for a program whose first argument is a `ModelConfig`.
+def jit(function: Callable, **options) -> Program:
+    """`jax.jit` for a program whose first argument is a static `Decoder`."""
+    return Program(function, options)
 
-    The loops of `products.linear`'s fused sums are only vectorised where LLVM may
-    reorder sums. XLA's option for it leaves NaNs and infinities alone; programs that
-    promise exact rows are compiled without it.
-    """
-    fused = {
-        products: jax.jit(
-            function,
-            **options,
-            compiler_options=_REORDERED_SUMS
-            | (_WIDEST_VECTORS if registers == 32 else {}),
-        )
-        for products, registers in FUSED_PRODUCTS.items()
-    }
-    others = jax.jit(function, **options)
 
-    @functools.wraps(function)
-    def call(config, *args, **kwargs):
-        return fused.get(config.products, others)(config, *args, **kwargs)
+class Program:
+    """A jitted function that is compiled as its decoder's `Execution` asks."""
 
-    return call
+    def __init__(self, function: Callable, options: dict):
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._options = options
+        self._jitted: dict[tuple, Callable] = {}
+
+    def __call__(self, decoder, *args, **kwargs):
+        return self._for(decoder)(decoder, *args, **kwargs)
+
+    def lower(self, decoder, *args, **kwargs):
+        """As `jax.jit`'s: the program for these arguments, which may be abstract."""
+        return self._for(decoder).lower(decoder, *args, **kwargs)
+
+    def _for(self, decoder) -> Callable:
+        compiler_options = decoder.execution.compiler_options
+        key = tuple(sorted(compiler_options.items()))
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(
+                self._function, **self._options, compiler_options=compiler_options
+            )
+        return self._jitted[key]
 
 
 class CompileClock:

@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Vector registers of the CPU whose fused sums are meant; see `linear`.
-FUSED_PRODUCTS = {"fused_16": 16, "fused_32": 32}
+from m2r2_jax.ops.execution import PLAIN, Execution
+
 # Up to so many rows, products run faster with the rows as columns.
 _COLUMNS = 16
 
 
 def linear(
-    x: jax.Array, weight: jax.Array, products: str = "plain", dtype=None
+    x: jax.Array,
+    weight: jax.Array,
+    execution: Execution = PLAIN,
+    dtype=None,
 ) -> jax.Array:
     """Multiplies rows by a weight stored `[out..., in]`, as checkpoints store it.
 
@@ -31,7 +34,7 @@ def linear(
     Args:
       x: `[..., in]`.
       weight: `[out..., in]`.
-      products: as in `ModelConfig`.
+      execution: how it is done here.
       dtype: of the result; the rows' by default.
 
     Returns:
@@ -40,7 +43,7 @@ def linear(
     # XLA's CPU backend has fast kernels for plain matrices only: with more axes the
     # same product took seven times as long.
     matrix = weight.reshape(-1, weight.shape[-1])
-    product = _way(products, x, matrix)(x.reshape(-1, x.shape[-1]), matrix)
+    product = _way(execution, x, matrix)(x.reshape(-1, x.shape[-1]), matrix)
     product = product.astype(dtype or x.dtype)
     return product.reshape(*x.shape[:-1], *weight.shape[:-1])
 
@@ -54,7 +57,7 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 def fused_scores(q_JrH: jax.Array, keys_JSH: jax.Array) -> jax.Array:
     """Products of queries and keys, `[J, r, S]`: one loop that reads each key once.
 
-    For as many queries as `has_registers`; see `_fused_sums`.
+    For as many queries as have registers; see `_fused_sums`.
     """
     q_JrH = _computed_once(q_JrH.astype(keys_JSH.dtype).astype(jnp.float32))
     keys_JSH = keys_JSH.astype(jnp.float32)
@@ -62,19 +65,14 @@ def fused_scores(q_JrH: jax.Array, keys_JSH: jax.Array) -> jax.Array:
     return jnp.stack(_sum_together(terms, 2), axis=1)
 
 
-def has_registers(sums: int, products: str) -> bool:
-    """Whether so many sums of fused products stay in vector registers."""
-    return sums <= FUSED_PRODUCTS.get(products, 0) * 3 // 4
-
-
-def _way(products: str, x: jax.Array, weight: jax.Array) -> Callable:
+def _way(execution: Execution, x: jax.Array, weight: jax.Array) -> Callable:
     """The function that multiplies so many rows."""
     count = math.prod(x.shape[:-1])
-    if products == "exact":
+    if execution.products == "exact":
         return _exact_product
-    if products in FUSED_PRODUCTS and count <= _COLUMNS:
-        if len(weight) % 2 == 0 and has_registers(2 * count, products):
-            return functools.partial(_fused_sums, registers=FUSED_PRODUCTS[products])
+    if execution.products == "fused" and count <= _COLUMNS:
+        if len(weight) % 2 == 0 and execution.has_registers(2 * count):
+            return functools.partial(_fused_sums, registers=execution.registers)
         if count > 1:
             return _as_columns
     return functools.partial(_product, axis=1)
@@ -86,7 +84,7 @@ def _fused_sums(x_Ri: jax.Array, weight_oi: jax.Array, registers: int) -> jax.Ar
     XLA's CPU backend makes one loop of it, with a sum per row in registers and the
     weight widened to f32 on the way: two rows take the time of one, and half as many
     bytes half the time. Matrix products there copy the weight into blocks first. The
-    loop is only fast where sums may be reordered (`compilation.jit`).
+    loop is only fast where sums may be reordered (`Execution.compiler_options`).
 
     The weight is read at two or four places at once: memory delivers more to several
     streams, and what is read of the rows serves all of them. Each row has a sum at each

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding import plain, speculative
-from m2r2_jax.decoding.plain import DecodeState
+from m2r2_jax.decoding import loop, passes
+from m2r2_jax.decoding.drafting import Prefill
 from m2r2_jax.decoding.sampling import BROKEN, Adjustments, Sampling
-from m2r2_jax.decoding.speculative import SpeculativeState
+from m2r2_jax.decoding.state import DecodeState, Trace
 from m2r2_jax.drafters.methods import Method
 from m2r2_jax.models import sharding
 from m2r2_jax.models.cache import KVCache, init_cache
@@ -27,14 +27,12 @@ from m2r2_jax.serving.requests import Request
 
 _SLOT_STEP = 256  # Caches grow in these steps, so that shapes are few.
 
-State = DecodeState | SpeculativeState
-
 
 class Engine:
     """B rows of one model and one method, decoded together.
 
     Attributes:
-      model: as the method wants it: with exact products in exact mode.
+      model: from `load`.
       method: from `build_method`.
       batch: B.
     """
@@ -47,30 +45,28 @@ class Engine:
                 f"batch {batch} does not fill the mesh's data axis of {shards}; use a "
                 f"multiple of {shards}"
             )
-        self.model = model.exact if method.rows > 1 else model
-        self.method, self.batch = method, batch
+        self.model, self.method, self.batch = model, method, batch
 
     def capacity_for(self, request: Request, kept: Sequence[int]) -> int:
         """Slots that the rows' caches need, the rows of a pass included."""
-        drafter = self.method.drafter
-        pass_rows = max(self.method.rows, drafter.layout.size if drafter else 1)
+        rows = self.method.drafter.layout.size
+        pass_rows = max(self.model.execution.least_rows, rows)
         prefilled = max(kept) + sum(chunks_for(request.prompts, kept))
         needed = max(prefilled, max(request.limits) + pass_rows)
         return -(-needed // _SLOT_STEP) * _SLOT_STEP
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache, born on its devices."""
-        dtype = self.model.params["embed"].dtype
         return _cache_maker(
             self.model.config,
             self.model.mesh,
             self.batch,
             capacity,
-            dtype,
+            self.model.stream_dtype,
             self.model.unrolled,
         )()
 
-    def begin(self, request: Request, cache: KVCache) -> State:
+    def begin(self, request: Request, cache: KVCache) -> DecodeState:
         """The state before the first pass.
 
         Args:
@@ -79,11 +75,11 @@ class Engine:
         """
         cache, hidden = self._prefill(request.prompts, cache)
         state = self._state(cache, request)
-        if self.method.drafter is None:
-            return state
-        return speculative.start(self.method.drafter, self._params, state, hidden)
+        prefill = Prefill(state.history, state.length, hidden)
+        drafter = self.method.drafter.init(self.model.decoder, self._params, prefill)
+        return state.replace(drafter=drafter)
 
-    def idle(self, request: Request, capacity: int) -> State:
+    def idle(self, request: Request, capacity: int) -> DecodeState:
         """A state whose rows are all done, of the shapes that `begin` gives."""
         nothing = dataclasses.replace(
             request,
@@ -93,29 +89,22 @@ class Engine:
         )
         return self.begin(nothing, self.new_cache(capacity))
 
-    def place(self, array: np.ndarray) -> jax.Array:
-        """Puts a batch-major host array on the device or over the mesh."""
-        mesh = self.model.mesh
-        if mesh is None:
-            return jnp.asarray(array)
-        return jax.device_put(array, sharding.batched(mesh, array))
-
     def _prefill(self, prompts, cache: KVCache) -> tuple[KVCache, jax.Array]:
         """Brings the cache to every position before each prompt's last token."""
         model = self.model
         position = np.asarray(cache.length)
         ends = np.array([len(prompt) - 1 for prompt in prompts])
-        dtype = model.params["embed"].dtype
-        hidden = self.place(np.zeros((self.batch, model.config.width), dtype))
+        zeros = np.zeros((self.batch, model.config.width), model.stream_dtype)
+        hidden = model.place(zeros)
         for size in chunks_for(prompts, position):
             count = np.clip(ends - position, 0, size)
             tokens = np.zeros((self.batch, size), np.int32)
             for row, prompt in enumerate(prompts):
                 chunk = prompt[position[row] : position[row] + count[row]]
                 tokens[row, : count[row]] = chunk
-            placed = self.place(tokens), self.place(count.astype(np.int32))
-            cache, hidden = plain.prefill(
-                model.config, model.params, cache, hidden, *placed
+            placed = model.place((tokens, count.astype(np.int32)))
+            cache, hidden = passes.prefill(
+                model.decoder, model.params, cache, hidden, *placed
             )
             position = position + count
         return jax.block_until_ready((cache, hidden))
@@ -133,51 +122,44 @@ class Engine:
             "sampling": Sampling.stack(request.sampling),
             "adjustments": Adjustments.stack(request.sampling, lengths),
             "scores": np.zeros(history.shape, np.float32),
+            "trace": Trace.empty(*history.shape),
         }
         return DecodeState(
             cache=cache,
             eos=jnp.asarray(sorted(request.eos_ids), jnp.int32),
             scored=jnp.asarray(request.logprobs),
-            **jax.tree.map(self.place, rows),
+            drafter=(),
+            **self.model.place(rows),
         )
 
     @property
     def _params(self) -> dict:
         return {"model": self.model.params, **self.method.params}
 
-    def advance(self, state: State, steps: int) -> State:
+    def advance(self, state: DecodeState, steps: int) -> DecodeState:
         """The state after at most so many passes of the full model; donated."""
-        config, method, steps = self.model.config, self.method, np.int32(steps)
-        if method.drafter is None:
-            params = self.model.params
-            state = plain.decode(config, params, state, steps, method.rows)
-        else:
-            state = speculative.speculate(
-                config, method.drafter, self._params, state, steps, method.rows
-            )
+        decoder, drafter = self.model.decoder, self.method.drafter
+        state = loop.decode(decoder, drafter, self._params, state, np.int32(steps))
         return jax.block_until_ready(state)
 
-    def done(self, state: State) -> np.ndarray:
+    def done(self, state: DecodeState) -> np.ndarray:
         """Which rows have ended: `bool[B]`."""
-        return np.asarray(decode_state(state).done)
+        return np.asarray(state.done)
 
-    def end(self, state: State, rows: Sequence[int]) -> State:
+    def end(self, state: DecodeState, rows: Sequence[int]) -> DecodeState:
         """The state with these rows done, wherever they stand."""
         done = self.done(state).copy()
         done[rows] = True
-        decode = decode_state(state).replace(done=self.place(done))
-        return decode if state is decode_state(state) else state.replace(decode=decode)
+        return state.replace(done=self.model.place(done))
 
-    def collect(self, state: State, request: Request) -> list[Answer]:
+    def collect(self, state: DecodeState, request: Request) -> list[Answer]:
         """Each row's answer so far.
 
         Raises:
           FloatingPointError: the model's logits hold a NaN.
         """
-        decode = decode_state(state)
-        arrays = decode.history, decode.length, decode.scores
-        history, ends, scores = jax.device_get(arrays)
-        trace = None if decode is state else jax.device_get(state.trace)
+        arrays = state.history, state.length, state.scores, state.trace
+        history, ends, scores, trace = jax.device_get(arrays)
         answers = []
         for row, prompt in enumerate(request.prompts):
             span = slice(len(prompt), ends[row])
@@ -188,26 +170,19 @@ class Engine:
                     f"{row}; load the model with dtype=jnp.float32, or check its file"
                 )
             stopped = bool(ids) and ids[-1] in request.eos_ids
-            counts = [], [], [1] * len(ids)
-            if trace is not None:
-                rounds = int(trace.rounds[row])
-                counts = (trace.proposed, trace.accepted, trace.committed)
-                counts = [count[row, :rounds].tolist() for count in counts]
+            rounds = int(trace.rounds[row])
+            counts = (trace.proposed, trace.accepted, trace.committed)
+            counts = [count[row, :rounds].tolist() for count in counts]
             logprobs = scores[row, span].tolist() if request.logprobs else None
             reason = "stop" if stopped else "length"
             answers.append(Answer(ids, reason, *counts, logprobs=logprobs))
         return answers
 
 
-def decode_state(state: State) -> DecodeState:
-    """The plain state inside a draft-verify state, or the state itself."""
-    return state if isinstance(state, DecodeState) else state.decode
-
-
 def chunks_for(prompts: Sequence[Sequence[int]], kept: Sequence[int]) -> list[int]:
     """Padded sizes of the prefill calls behind the kept positions."""
     longest = max(len(p) - 1 - int(k) for p, k in zip(prompts, kept, strict=True))
-    return plain.chunk_sizes(longest)
+    return passes.chunk_sizes(longest)
 
 
 @functools.cache

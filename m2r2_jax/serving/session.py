@@ -14,7 +14,7 @@ from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.drafters.methods import Method
 from m2r2_jax.models.cache import KVCache, grow
 from m2r2_jax.serving.answers import Answer, StopStrings
-from m2r2_jax.serving.engine import Engine, chunks_for, decode_state
+from m2r2_jax.serving.engine import Engine, chunks_for
 from m2r2_jax.serving.requests import Request, make_request
 
 _NO_STEP_LIMIT = np.iinfo(np.int32).max
@@ -211,7 +211,7 @@ class Session:
 
     def _keep(self, state, prompts, answers: list[Answer]) -> None:
         """Keeps the cache for the next turn: all that was given but its last token."""
-        self._cache = decode_state(state).cache
+        self._cache = state.cache
         self._cached_ids = [
             [*prompt, *answer.token_ids][:-1]
             for prompt, answer in zip(prompts, answers, strict=True)
@@ -227,7 +227,7 @@ class Session:
         if cache is None:
             return self.engine.new_cache(capacity)
         cache = grow(cache, capacity)
-        return cache.replace(length=self.engine.place(length.astype(np.int32)))
+        return cache.replace(length=self.model.place(length.astype(np.int32)))
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 
 from m2r2_jax.checkpoints.model import Model
+from m2r2_jax.decoding.state import DecodeState
 from m2r2_jax.drafters.methods import Method
 from m2r2_jax.serving.answers import Answer, StopStrings
-from m2r2_jax.serving.engine import Engine, State
+from m2r2_jax.serving.engine import Engine
 from m2r2_jax.serving.requests import Request, make_request
 
 _CHUNK = 8
@@ -98,7 +99,7 @@ class _Slots:
                 state, [row for row, index in enumerate(self.at) if index is None]
             )
 
-    def _begin(self, row: int, index: int) -> State:
+    def _begin(self, row: int, index: int) -> DecodeState:
         """The state of one row behind its prompt's prefill."""
         request = self.requests[index]
         params = request.sampling[0]
@@ -107,7 +108,7 @@ class _Slots:
         self.watches[row] = StopStrings(tokenizer, request.stop, params.min_new_tokens)
         return self.one.begin(request, self.one.new_cache(self.capacity))
 
-    def _answers(self, state: State) -> list[Answer | None]:
+    def _answers(self, state: DecodeState) -> list[Answer | None]:
         """The answers so far of the rows at work, cut at their stop strings."""
         first = self.requests[0]
         prompts = [[0] if i is None else self.requests[i].prompts[0] for i in self.at]

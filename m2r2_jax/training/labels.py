@@ -19,8 +19,8 @@ import numpy as np
 
 from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.files import write_text
-from m2r2_jax.models import layers, sharding, transformer
-from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models import layers, transformer
+from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.training.losses import Batch
 from m2r2_jax.training.packing import OPENING, Packed
 
@@ -44,11 +44,12 @@ def label(
     """Normalised final states (bf16 `[B, T, D]`) and arg-max ids (`[B, T]`)."""
     rows = packed_rows(config, segment_BT, position_BT)
     x_BTD = transformer.embed(params, tokens_BT)
+    decoder = Decoder(config)
     x_BTD, _ = transformer.run_layers(
-        config, params["blocks"], x_BTD, rows, None, 0, config.num_layers
+        decoder, params["blocks"], x_BTD, rows, None, 0, config.num_layers
     )
     state_BTD = transformer.final_norm(config, params, x_BTD)
-    argmax_BT = layers.argmax(transformer.unembed(config, params, state_BTD))
+    argmax_BT = layers.argmax(transformer.unembed(decoder, params, state_BTD))
     return state_BTD.astype(jnp.bfloat16), argmax_BT.astype(jnp.int32)
 
 
@@ -139,9 +140,8 @@ def label_rows(model: Model, store: LabelStore, batch: int) -> Iterator[int]:
         # The last batch is filled up, so that there is one shape.
         index = np.minimum(np.arange(first, first + batch), total - 1)
         arrays = (packed.tokens[index], packed.segment[index], packed.position[index])
-        if model.mesh is not None:
-            arrays = jax.device_put(arrays, sharding.batched(model.mesh, arrays))
-        states, argmax = jax.device_get(label(model.config, model.params, *arrays))
+        placed = model.place(arrays)
+        states, argmax = jax.device_get(label(model.config, model.params, *placed))
         size = min(batch, total - first)
         store.add(first, states[:size], argmax[:size])
         yield store.rows_done
@@ -158,6 +158,4 @@ def place_batch(model: Model, store: LabelStore, index: np.ndarray) -> Batch:
         store.states[index],
         store.argmax[index],
     )
-    if model.mesh is None:
-        return jax.tree.map(jnp.asarray, batch)
-    return jax.device_put(batch, sharding.batched(model.mesh, batch))
+    return model.place(batch)

@@ -21,7 +21,7 @@ from jax import lax
 from m2r2_jax.drafters.draft_head import DraftHead
 from m2r2_jax.models import multirate, transformer
 from m2r2_jax.models.cache import init_cache
-from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.models.layers import argmax
 from m2r2_jax.models.multirate import MultiRateConfig
 from m2r2_jax.ops.products import linear
@@ -211,12 +211,12 @@ def exit_states(config, rates, draft_steps, params, accelerators, batch):
     slow, cache = lax.stop_gradient((slow, cache))
     # Fast rows alone: the slow ones have run, their keys are in the cache.
     rows = rows.replace(slow=0)
-    project = multirate.accelerated(config, accelerators["layers"], 0)
+    project = multirate.accelerated(Decoder(config), accelerators["layers"], 0)
 
     def read(interval, fast_BTD, carried_BTD):
         lo, hi = rates.intervals[interval]
         fast_BTD, _ = transformer.run_layers(
-            config, params["blocks"], fast_BTD, rows, cache, lo, hi, project
+            Decoder(config), params["blocks"], fast_BTD, rows, cache, lo, hi, project
         )
         return multirate.exit_state(
             config, params, accelerators, fast_BTD, carried_BTD, interval
@@ -251,7 +251,7 @@ def _slow_stream(config, rates, params, batch, rows):
     for lo, hi in rates.intervals:
         starts.append(x_BTD)
         x_BTD, cache = transformer.run_layers(
-            config, params["blocks"], x_BTD, rows, cache, lo, hi
+            Decoder(config), params["blocks"], x_BTD, rows, cache, lo, hi
         )
     return [*starts, x_BTD], cache
 

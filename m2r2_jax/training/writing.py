@@ -21,11 +21,11 @@ from flax import struct
 from jax import lax
 
 from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding import plain
+from m2r2_jax.decoding import passes
 from m2r2_jax.decoding.sampling import inverse_cdf
 from m2r2_jax.models import sharding
 from m2r2_jax.models.cache import KVCache, init_cache
-from m2r2_jax.models.config import ModelConfig
+from m2r2_jax.models.config import Decoder
 from m2r2_jax.models.layers import argmax
 from m2r2_jax.ops import compilation
 from m2r2_jax.training.exchanges import Conversation, Frame
@@ -140,16 +140,11 @@ def start(
     history[:, : len(frame.opening)] = frame.opening
     index = np.minimum(np.arange(B), count).astype(np.int32)
 
-    def place(array):
-        if model.mesh is None:
-            return jnp.asarray(array)
-        return jax.device_put(array, sharding.batched(model.mesh, array))
-
     return WritingState(
-        cache=_opened_cache(model, frame, place(history)),
-        history=place(history),
-        index=place(index),
-        answer_start=place(np.zeros(B, np.int32)),
+        cache=_opened_cache(model, frame, model.place(history)),
+        history=model.place(history),
+        index=model.place(index),
+        answer_start=model.place(np.zeros(B, np.int32)),
         next_index=jnp.int32(min(B, count)),
         given=jnp.asarray(given),
         given_length=jnp.asarray(given_length),
@@ -174,25 +169,25 @@ def _opened_cache(model: Model, frame: Frame, history: jax.Array) -> KVCache:
             model.config,
             B,
             capacity,
-            model.params["embed"].dtype,
+            model.stream_dtype,
             unrolled=model.unrolled,
         )
     )()
     if model.mesh is not None:
         cache = jax.device_put(cache, sharding.cache_shardings(model.mesh, cache))
-    hidden = jnp.zeros((B, model.config.width), model.params["embed"].dtype)
+    hidden = jnp.zeros((B, model.config.width), model.stream_dtype)
     count = jnp.full((B,), opening, jnp.int32)
     tokens = history[:, :opening]
-    return plain.prefill(model.config, model.params, cache, hidden, tokens, count)[0]
+    return passes.prefill(model.decoder, model.params, cache, hidden, tokens, count)[0]
 
 
 @functools.partial(
     compilation.jit,
-    static_argnames=("model", "frame", "config"),
+    static_argnames=("decoder", "frame", "config"),
     donate_argnames=("state",),
 )
 def write(
-    model: ModelConfig,
+    decoder: Decoder,
     params: dict,
     frame: Frame,
     config: WritingConfig,
@@ -204,7 +199,7 @@ def write(
     """Writes on for at most `steps` steps, or until every conversation has ended.
 
     Args:
-      model: the model.
+      decoder: the model, and how it runs.
       params: its parameters.
       frame: from `exchanges.chat_frame`.
       config: as for `start`.
@@ -220,17 +215,17 @@ def write(
 
     def step(turn):
         state, step = turn
-        return _step(model, params, frame, config, eos_E, first, state), step + 1
+        return _step(decoder, params, frame, config, eos_E, first, state), step + 1
 
     return lax.while_loop(unfinished, step, (state, jnp.int32(0)))[0]
 
 
-def _step(model, params, frame, config, eos_E, first, state) -> WritingState:
+def _step(decoder, params, frame, config, eos_E, first, state) -> WritingState:
     """One token for every row; ended conversations are stored and replaced."""
     length_B = state.cache.length + 1
     root_B1 = jnp.take_along_axis(state.history, length_B[:, None] - 1, axis=1)
-    _, logits_B1V, cache = plain.score(
-        model,
+    _, logits_B1V, cache = passes.score(
+        decoder,
         params,
         state.cache,
         root_B1,
@@ -363,7 +358,7 @@ def write_all(
     eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
     while not bool(state.done):
         state = write(
-            model.config,
+            model.decoder,
             model.params,
             frame,
             config,

@@ -15,6 +15,7 @@ from m2r2_jax.decoding.sampling import SamplingParams
 from m2r2_jax.drafters.methods import Method, build_method
 from m2r2_jax.models import sharding
 from m2r2_jax.models.transformer import weight_specs
+from m2r2_jax.ops.execution import EXACT
 from m2r2_jax.serving.engine import Engine
 from m2r2_jax.serving.session import Session
 
@@ -45,17 +46,16 @@ def on_mesh(model: Model, mesh) -> Model:
 def method_of(name: str, model: Model) -> Method:
     if name == "plain":
         return PLAIN
-    return build_method(name, model, exact=True, **SETTINGS[name])
+    return build_method(name, model, **SETTINGS[name])
 
 
 class Watched(Engine):
     """An engine that notes where the last state of its loop lies."""
 
     def collect(self, state, *arguments):
-        decode = getattr(state, "decode", state)
-        self.spread = {"keys": spread(decode.cache.keys[0])}
-        self.spread["history"] = spread(decode.history)
-        self.spread["length"] = spread(decode.cache.length)
+        self.spread = {"keys": spread(state.cache.keys[0])}
+        self.spread["history"] = spread(state.history)
+        self.spread["length"] = spread(state.cache.length)
         return super().collect(state, *arguments)
 
 
@@ -92,7 +92,8 @@ def main(*cases: str) -> None:
     """Cases are MESH METHOD BATCH TEMPERATURE; plain decoding without a mesh beside."""
     # Partitioning makes programs slow to compile: as few layers as M2R2 needs.
     config = dataclasses.replace(TINY, num_layers=2)
-    model = Model(config, unrolled(tiny_params(config)), StubTokenizer())
+    params = unrolled(tiny_params(config))
+    model = Model(config, params, StubTokenizer(), execution=EXACT)
     results, plain = {}, {}
     for case in cases:
         mesh, name, batch, temperature = case.split(" ")
