@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import NEVER, PLAIN, TINY, TINY_METHODS
+from conftest import NEVER, PLAIN, TINY, TINY_DECODER, TINY_METHODS
 
 from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.decoding.sampling import SamplingParams
@@ -73,7 +73,7 @@ def naive(model, prompt, count, params: SamplingParams) -> list[int]:
     for _ in range(count):
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, : len(ids)] = ids
-        logits = np.array(forward(TINY, model.params, tokens)[0, len(ids) - 1])
+        logits = np.array(forward(TINY_DECODER, model.params, tokens)[0, len(ids) - 1])
         said = np.bincount(ids[len(prompt) :], minlength=TINY.vocab_size)
         for id in set(ids):
             factor = params.repetition_penalty
@@ -109,7 +109,7 @@ def test_drafts_change_neither_ids_nor_log_probabilities(model, method, settings
 def test_log_probabilities_are_those_of_the_whole_text(model):
     found = answer(model, TINY_METHODS["m2r2"], PROMPTS[0], 20, logprobs=True)
     ids = PROMPTS[0] + found.token_ids
-    logits = transformer.forward(TINY, model.params, jnp.array([ids]))[0]
+    logits = transformer.forward(TINY_DECODER, model.params, jnp.array([ids]))[0]
     chances = jax.nn.log_softmax(logits)[
         jnp.arange(3, len(ids) - 1), jnp.array(ids[4:])
     ]

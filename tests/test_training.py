@@ -96,7 +96,7 @@ def test_labels_of_packed_rows_are_those_of_each_conversation_alone(store):
             logits = logits[0, : len(alone)]
             assert (store.argmax[row, here] == logits[opening:].argmax(-1)).all()
             state = jnp.asarray(store.states[row, here], jnp.float32)
-            found = np.asarray(transformer.unembed(MODEL.config, MODEL.params, state))
+            found = np.asarray(transformer.unembed(MODEL.decoder, MODEL.params, state))
             np.testing.assert_allclose(found, logits[opening:], atol=0.05)
             checked += 1
     assert checked == len(conversations())
@@ -126,7 +126,7 @@ def test_simulated_acceptance_is_that_of_decoding(store):
     accelerators = tiny_accelerators(2, scale=0.3, carry=0.3)
     rates, batch = RATES, batch_of(store, slice(None))
     exits = steps.exit_states(TINY, rates, DRAFTS, MODEL.params, accelerators, batch)
-    logits = [transformer.unembed(MODEL.config, MODEL.params, s) for s in exits[0]]
+    logits = [transformer.unembed(MODEL.decoder, MODEL.params, s) for s in exits[0]]
     drafts_ST = [np.asarray(logit).argmax(-1) for logit in logits]
     layers = transformer.unroll(accelerators["layers"])
     params = {"accelerators": {**accelerators, "layers": layers}, "head": head()}
