@@ -156,7 +156,10 @@ def _model_fields(file: GGUFFile, problems: list[str]) -> dict:
     architecture = read(metadata, [ARCHITECTURE_KEY], problems).get("architecture")
     if architecture is None:
         return {}
-    known = {"tied_head": "output.weight" not in file.names()}
+    known = {
+        "tied_head": "output.weight" not in file.names(),
+        "num_tensors": len(file.names()),
+    }
     if "token_embd.weight" in file.names():
         known["vocab_size"] = file.shape("token_embd.weight")[0]
     fields = read(metadata, MODEL_KEYS, problems, architecture=architecture, **known)

@@ -21,7 +21,7 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 # Kinds of values by number; 8 is a string and 9 an array.
 _NUMBERS = "u1 i1 u2 i2 u4 i4 f4 ? . . u8 i8 f8".split()
 _STRING, _ARRAY = 8, 9
-_MAX_DIMENSIONS = 4
+_MAX_KEY, _MAX_NAME, _MAX_TEXT, _MAX_DIMENSIONS = 65535, 64, 1 << 20, 4
 _MAX_PROBLEMS = 8  # tensors named one by one: a damaged header may spoil them all
 _CONVERT = "convert the file again with a llama.cpp of today"
 
@@ -63,25 +63,34 @@ class _Header:
     def number(self, letter: str, what: str) -> int:
         return struct.unpack(f"<{letter}", self.take(struct.calcsize(letter), what))[0]
 
-    def string(self, what: str, errors: str = "backslashreplace") -> str:
-        return str(self.take(self.number("Q", what), what), "utf-8", errors)
+    def name(self, what: str, limit: int) -> str:
+        """A key or a name of a tensor."""
+        if (size := self.number("Q", what)) > limit:
+            raise self.error(
+                f"{what} has a name of {size:,} bytes; the limit is {limit}"
+            )
+        return str(self.take(size, what), "utf-8", "backslashreplace")
+
+    def string(self, what: str) -> str | bytes:
+        """A text; its bytes where they are no UTF-8 or too many to be meant."""
+        text = self.take(self.number("Q", what), what)
+        try:
+            return bytes(text) if len(text) > _MAX_TEXT else str(text, "utf-8")
+        except UnicodeDecodeError:
+            return bytes(text)
 
     def value(self, key: str) -> object:
-        """A metadata value; an array of numbers stays a view of the file.
-
-        Bytes that are no UTF-8 become lone surrogates: whether they matter is for the
-        reader of the key to say.
-        """
-        what = f"the value of {key!r}"
+        """A metadata value; an array of numbers stays a view of the file."""
+        what = f"the value of {key!r:.80}"
         kind = self.number("I", what)
         if kind == _STRING:
-            return self.string(what, "surrogateescape")
+            return self.string(what)
         if kind != _ARRAY:
             return self._numbers(kind, 1, what)[0].item()
         kind, count = self.number("I", what), self.number("Q", what)
         if kind != _STRING:
             return self._numbers(kind, count, what)
-        return [self.string(what, "surrogateescape") for _ in range(count)]
+        return [self.string(what) for _ in range(count)]
 
     def _numbers(self, kind: int, count: int, what: str) -> np.ndarray:
         name = _NUMBERS[kind] if kind < len(_NUMBERS) else "."
@@ -96,7 +105,8 @@ class GGUFFile:
 
     Attributes:
       path: of the file.
-      metadata: keys to str, int, float, bool, lists of str, arrays of numbers.
+      metadata: keys to str, int, float, bool, lists of str, arrays of numbers; a text
+        that is no UTF-8 or longer than 1 MiB stays bytes.
       problems: what is wrong with the tensors, a line each; `gguf.describe` reports
         them together with those of the metadata.
     """
@@ -118,7 +128,7 @@ class GGUFFile:
         num_tensors, num_keys = _preamble(header)
         self.metadata: dict[str, object] = {}
         for index in range(num_keys):
-            key = header.string(f"metadata key {index + 1} of {num_keys}")
+            key = header.name(f"metadata key {index + 1} of {num_keys}", _MAX_KEY)
             if key in self.metadata:
                 raise header.error(f"the key {key!r} is there twice")
             self.metadata[key] = header.value(key)
@@ -146,7 +156,7 @@ class GGUFFile:
                 self.problems.append(f"tensor {name!r} {problem}")
             start = first + offset
             tensors[name] = _Tensor(shape, kind, start, size)
-            expected = _padded(start + size, alignment) if kind else None
+            expected = _padded(start + size, alignment) if problem is None else None
         del self.problems[_MAX_PROBLEMS:]
         self._check_end(tensors)
         return tensors
@@ -210,7 +220,7 @@ def _preamble(header: _Header) -> tuple[int, int]:
 def _tensor_info(header: _Header, index: int, count: int) -> tuple:
     """Name, row-major shape, number of the type and offset of the next tensor."""
     what = f"tensor {index + 1} of {count} in the header"
-    name = header.string(what)
+    name = header.name(what, _MAX_NAME)
     dimensions = header.number("I", what)
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise header.error(
@@ -242,11 +252,11 @@ def _unreadable(number: int) -> str:
     import gguf
 
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
-    supported = ", ".join(name for value, name in known.items() if _kind(value))
+    readable = [name for value, name in known.items() if _kind(value) is not None]
     return (
         f"is of type {known.get(number, number)}, which the installed gguf package "
-        f"cannot read (unknown, removed or newer); it reads {supported}. Update the "
-        "package, or quantise the model again"
+        f"cannot read (unknown, removed or newer); it reads {', '.join(readable)}. "
+        "Update the package, or quantise the model again"
     )
 
 

@@ -30,6 +30,11 @@ def equal(field: str, what: str, but: str) -> Limit:
     return limit
 
 
+def have_tensors(value, fields):
+    if value > fields["num_tensors"]:
+        return f"must be at most {fields['num_tensors']}, the tensors of the file"
+
+
 def even(value, fields):
     return "must be even; rotary embedding turns pairs" if value % 2 else None
 
@@ -63,8 +68,11 @@ def no_scaling(value, fields):
 
 def valid_texts(value, fields):
     for index, text in enumerate(value):
-        if not is_utf8(text):
-            return f"must be valid UTF-8, which entry {index}, {text!r:.60}, is not"
+        if isinstance(text, bytes):
+            return (
+                f"must be valid UTF-8 of at most 1 MiB, which entry {index}, "
+                f"{text[:20]!r}, is not"
+            )
 
 
 def not_empty(value, fields):
@@ -108,8 +116,3 @@ def is_token(value, fields):
 def has_bos(value, fields):
     if value and fields["bos_id"] is None:
         return "needs tokenizer.ggml.bos_token_id, which is missing"
-
-
-def is_utf8(text: str) -> bool:
-    """Whether a text was valid in the file (see `gguf_file`)."""
-    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)

@@ -22,8 +22,8 @@ from m2r2_jax.checkpoints.gguf_limits import (
     even,
     has_bos,
     have_rows,
+    have_tensors,
     is_token,
-    is_utf8,
     no_scaling,
     no_window,
     not_empty,
@@ -90,7 +90,7 @@ ARCHITECTURE_KEY = Key(
 MODEL_KEYS = (
     Key("general.name", "name", str, (), default="unnamed"),
     neutral("split.count", "parts", 0, 1, but="join the parts: gguf-split --merge"),
-    Key("{}.block_count", "num_layers", int, (between(1, 1024),)),
+    Key("{}.block_count", "num_layers", int, (between(1, 1024), have_tensors)),
     Key("{}.context_length", "context_length", int, (between(1, 2**30),)),
     Key("{}.embedding_length", "width", int, (_SIZE,)),
     Key("{}.feed_forward_length", "hidden_width", int, (_SIZE,), per_layer=True),
@@ -258,7 +258,7 @@ def refuse_unknown(
 
 
 def raise_problems(source: str, problems: list[str]) -> None:
-    """Raises one ValueError of all problems of what `source` names, if there are any."""
+    """Raises one ValueError of all problems of a source, if there are any."""
     if problems:
         more = len(problems) - _MAX_PROBLEMS
         shown = problems[:_MAX_PROBLEMS] + [f"and {more} more"] * (more > 0)
@@ -275,12 +275,12 @@ def _checked(key: Key, value: Any, fields: Mapping[str, Any]) -> tuple[Any, str 
     if value is None:  # not there, and need not be
         return None, None
     value = _plain(key, value)
+    if isinstance(value, bytes):
+        return value, "must be valid UTF-8 of at most 1 MiB"
     is_array = isinstance(value, np.ndarray)
     if type(value) is not key.kind or is_array and value.dtype.kind not in "iu":
         same = ", the same for every layer" if key.per_layer else ""
         return value, f"must be {_KINDS[key.kind]}{same}"
-    if key.kind is str and not is_utf8(value):
-        return value, "must be valid UTF-8"
     complaints = (_complaint(limit, value, fields) for limit in key.limits)
     return value, next(filter(None, complaints), None)
 
@@ -303,4 +303,6 @@ def _complaint(limit: Limit, value: Any, fields: Mapping[str, Any]) -> str | Non
 
 
 def _short(value: Any) -> str:
-    return reprlib.repr(value[:7].tolist() if isinstance(value, np.ndarray) else value)
+    if isinstance(value, np.ndarray):
+        value = value[:7].tolist()
+    return reprlib.repr(value[:40] if isinstance(value, bytes) else value)
