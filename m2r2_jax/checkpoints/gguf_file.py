@@ -67,7 +67,8 @@ class _Header:
         """A key or a name of a tensor."""
         if (size := self.number("Q", what)) > limit:
             raise self.error(
-                f"{what} has a name of {size:,} bytes; the limit is {limit}"
+                f"{what} has a name of {size:,} bytes, which is more than {limit:,}: a "
+                "damaged file"
             )
         return str(self.take(size, what), "utf-8", "backslashreplace")
 
@@ -81,7 +82,7 @@ class _Header:
 
     def value(self, key: str) -> object:
         """A metadata value; an array of numbers stays a view of the file."""
-        what = f"the value of {key!r:.80}"
+        what = f"the value of {key[:60]!r}"
         kind = self.number("I", what)
         if kind == _STRING:
             return self.string(what)
@@ -130,7 +131,7 @@ class GGUFFile:
         for index in range(num_keys):
             key = header.name(f"metadata key {index + 1} of {num_keys}", _MAX_KEY)
             if key in self.metadata:
-                raise header.error(f"the key {key!r} is there twice")
+                raise header.error(f"the key {key[:60]!r} is there twice")
             self.metadata[key] = header.value(key)
         self.problems: list[str] = []
         self._tensors = self._read_tensors(header, num_tensors)
