@@ -15,6 +15,7 @@ import m2r2_jax
 from m2r2_jax.checkpoints.gguf import config_from_gguf, describe, load_gguf_params
 from m2r2_jax.checkpoints.gguf_file import GGUFFile
 from m2r2_jax.models import transformer
+from m2r2_jax.models.config import Decoder
 
 # Quantised rows are whole blocks of 32.
 CONFIG = dataclasses.replace(TINY, width=64, num_layers=2)
@@ -45,9 +46,9 @@ def load(path, *, unrolled=False, dtype=jnp.float32):
 
 def assert_same_model(config, loaded, expected):
     jax.tree.map(np.testing.assert_array_equal, loaded, expected)
-    tokens = np.arange(40, 52)[None]
+    decoder, tokens = Decoder(config), np.arange(40, 52)[None]
     np.testing.assert_allclose(
-        forward(config, loaded, tokens), forward(config, expected, tokens), atol=1e-5
+        forward(decoder, loaded, tokens), forward(decoder, expected, tokens), atol=1e-5
     )
 
 

@@ -133,9 +133,8 @@ def load_gguf_params(
     specs = weight_specs(config)
     ends: dict = {}
     per_layer: list[dict] = [{} for _ in range(config.num_layers)]
-    for (layer, name), names, transform in _weights(
-        config.num_layers, config.tied_head
-    ):
+    rows = _weights(config.num_layers, config.tied_head)
+    for (layer, name), names, transform in rows:
         spec = specs[name] if layer is None else specs["blocks"][name]
         weight = transform(config, *map(file.read, names))
         target = ends if layer is None else per_layer[layer]
@@ -182,9 +181,9 @@ def _check_tensors(file: GGUFFile, fields: dict, problems: list[str]) -> None:
     sizes = _axis_sizes(fields)
     if not sizes:
         return
-    for name in expected.keys() - missing:
-        needed = tuple(sizes[axis] for axis in expected[name])
-        if (found := file.shape(name)) != needed:
+    for name, axes in expected.items():
+        needed = tuple(sizes[axis] for axis in axes)
+        if name not in missing and (found := file.shape(name)) != needed:
             problems.append(f"tensor {name!r} is of shape {found}; {needed} is needed")
 
 

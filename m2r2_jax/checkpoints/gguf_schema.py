@@ -263,7 +263,10 @@ def raise_problems(source: str, problems: list[str]) -> None:
         more = len(problems) - _MAX_PROBLEMS
         shown = problems[:_MAX_PROBLEMS] + [f"and {more} more"] * (more > 0)
         lines = "".join(f"\n  {problem}" for problem in shown)
-        raise ValueError(f"{source} cannot be used:{lines}")
+        raise ValueError(
+            f"{source} cannot be used:{lines}\n"
+            "Fetch the file or convert the model again, or take another file"
+        )
 
 
 def _default(key: Key, fields: Mapping[str, Any]) -> Any:
