@@ -46,9 +46,10 @@ def load(path, *, unrolled=False, dtype=jnp.float32):
 
 def assert_same_model(config, loaded, expected):
     jax.tree.map(np.testing.assert_array_equal, loaded, expected)
-    decoder, tokens = Decoder(config), np.arange(40, 52)[None]
+    tokens = np.arange(40, 52)[None]
     np.testing.assert_allclose(
-        forward(decoder, loaded, tokens), forward(decoder, expected, tokens), atol=1e-5
+        *(forward(Decoder(config), tree, tokens) for tree in (loaded, expected)),
+        atol=1e-5,
     )
 
 
@@ -214,6 +215,19 @@ def test_metadata_that_is_not_served_is_refused_by_key(written, key, value, word
     _, *problems = str(caught.value).split("\n  ")
     (problem,) = [line for line in problems if line.startswith(f"llama.{key} is ")]
     assert words in problem and "tiny.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("general.alignment", 48, "48 is no power of two"),
+        ("general.name", 5, "is 5: must be text"),
+        ("split.count", 3, "is 3: must be 0 or 1; join the parts"),
+    ],
+)
+def test_keys_of_the_file_itself_are_checked(written, key, value, words):
+    with pytest.raises(ValueError, match=f"{key} {words}"):
+        load(written(metadata={key: value}))
 
 
 @pytest.mark.parametrize(
