@@ -1,4 +1,6 @@
-"""Writes tiny GGUF files, as llama.cpp's converter lays them out."""
+"""Writes tiny GGUF files, as llama.cpp's converter lays them out, and spoils them."""
+
+import struct
 
 import gguf
 import numpy as np
@@ -41,9 +43,15 @@ def tensors_of(config, params: dict) -> dict[str, np.ndarray]:
     return {name: np.asarray(tensor) for name, tensor in tensors.items()}
 
 
-def write(path, config, tensors, *, architecture="llama", kind=F32, metadata=None):
-    """Writes a GGUF file; matrices as `kind`, vectors in f32."""
-    writer = gguf.GGUFWriter(path, architecture)
+def write(
+    path, config, tensors, *, architecture="llama", kind=F32, metadata=None, big=False
+):
+    """Writes a GGUF file; matrices as `kind`, vectors in f32.
+
+    A value of `metadata` that is None takes the key out; `big` is the byte order.
+    """
+    endian = gguf.GGUFEndian.BIG if big else gguf.GGUFEndian.LITTLE
+    writer = gguf.GGUFWriter(path, architecture, endianess=endian)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.width)
     writer.add_block_count(config.num_layers)
@@ -53,8 +61,17 @@ def write(path, config, tensors, *, architecture="llama", kind=F32, metadata=Non
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
     for name, value in (metadata or {}).items():
-        kinds = {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
-        kinds[type(value)](name, value)
+        kinds = {
+            int: writer.add_uint32,
+            str: writer.add_string,
+            list: writer.add_array,
+            float: writer.add_float32,
+            bool: writer.add_bool,
+        }
+        if value is None:
+            del writer.kv_data[0][name]
+        else:
+            kinds[type(value)](name, value)
     for name, tensor in tensors.items():
         stored = kind if tensor.ndim > 1 else F32
         writer.add_tensor(name, gguf.quantize(tensor, stored), raw_dtype=stored)
@@ -63,3 +80,14 @@ def write(path, config, tensors, *, architecture="llama", kind=F32, metadata=Non
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def spoil_tensor(path, name: str, *, kind=None, offset=None) -> None:
+    """Overwrites the type or the offset that a file's header gives a matrix."""
+    content = bytearray(path.read_bytes())
+    at = content.index(name.encode()) + len(name) + 4 + 2 * 8
+    if kind is not None:
+        struct.pack_into("<I", content, at, kind)
+    if offset is not None:
+        struct.pack_into("<Q", content, at + 4, offset)
+    path.write_bytes(content)

@@ -1,7 +1,6 @@
 """Tests of loading GGUF files, written here by the format's own package."""
 
 import dataclasses
-import functools
 
 import gguf
 import jax
@@ -9,16 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, tiny_params, unrolled
-from gguf_files import tensors_of, write
+from gguf_files import spoil_tensor, tensors_of, write
+from tiny_chat import METADATA
 
 import m2r2_jax
-from m2r2_jax.checkpoints.gguf import GGUFFile, config_from_gguf, load_gguf_params
+from m2r2_jax.checkpoints.gguf import config_from_gguf, describe, load_gguf_params
+from m2r2_jax.checkpoints.gguf_file import GGUFFile
 from m2r2_jax.models import transformer
-from m2r2_jax.models.config import Decoder, ModelConfig
+from m2r2_jax.models.config import Decoder
 
 # Quantised rows are whole blocks of 32.
 CONFIG = dataclasses.replace(TINY, width=64, num_layers=2)
 Q8_0, Q4_1 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1
+F16, BF16 = gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16
+F32 = gguf.GGMLQuantizationType.F32
 forward = jax.jit(transformer.forward, static_argnums=0)
 
 
@@ -126,7 +129,7 @@ def test_unknown_and_missing_tensors_are_listed_together(written):
 
 
 def test_file_without_embedding_is_refused(written):
-    with pytest.raises(ValueError, match=r"no tensor 'token_embd\.weight'"):
+    with pytest.raises(ValueError, match=r"missing tensors token_embd\.weight"):
         load(written({"token_embd.weight": None}))
 
 
@@ -169,25 +172,157 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_other_architectures_are_refused_with_what_is_supported(written):
-    with pytest.raises(ValueError, match="'gemma3' is not supported; supported: llama"):
+    with pytest.raises(ValueError, match="architecture is 'gemma3': must be llama"):
         load(written(architecture="gemma3"))
 
 
 @pytest.mark.parametrize(
-    ("metadata", "message"),
+    ("key", "value", "words"),
     [
-        ({"llama.expert_count": 8}, "Mixture-of-Experts"),
-        ({"llama.rope.scaling.type": "yarn"}, "scaling 'yarn' is not supported"),
+        ("block_count", "2", "must be a whole number"),
+        ("block_count", 0, "must be from 1"),
+        ("block_count", 500, "must be at most 21, the tensors of the file"),
+        ("block_count", None, "is missing"),
+        ("context_length", 0, "must be from 1"),
+        ("embedding_length", 2.5, "must be a whole number"),
+        ("feed_forward_length", [96, 64], "the same for every layer"),
+        ("attention.head_count", 0, "must be from 1"),
+        ("attention.head_count", True, "must be a whole number"),
+        ("attention.head_count_kv", 0, "must be from 1"),
+        ("attention.head_count_kv", 3, "must divide the 4 query heads"),
+        ("attention.head_count_kv", [2, 1], "the same for every layer"),
+        ("attention.key_length", 15, "must be even"),
+        ("attention.value_length", 8, "must be attention.key_length 16"),
+        ("attention.layer_norm_rms_epsilon", float("nan"), "must be from"),
+        ("rope.freq_base", 0.0, "must be from 1"),
+        ("rope.dimension_count", 8, "must be the head's width 16"),
+        ("rope.scaling.type", "yarn", "must be none or linear"),
+        ("rope.scaling.factor", 4.0, "rotary scaling"),
+        ("rope.scale_linear", 2.0, "rotary scaling"),
+        ("rope.scaling.attn_factor", 0.5, "not supported"),
+        ("attention.sliding_window", 64, "sliding windows are not supported"),
+        ("attention.causal", False, "encoders are not supported"),
+        ("attention.scale", 0.5, "one over the root of the head's width"),
+        ("expert_count", 8, "Mixture-of-Experts"),
+        ("final_logit_softcapping", 30.0, "not supported"),
+        ("attention.new_trick", 1, "not known here"),
     ],
 )
-def test_unsupported_variants_are_refused(written, metadata, message):
-    with pytest.raises(ValueError, match=message):
-        load(written(metadata=metadata))
+def test_metadata_that_is_not_served_is_refused_by_key(written, key, value, words):
+    path = written(metadata={f"llama.{key}": value})
+    with pytest.raises(ValueError) as caught:
+        load(path)
+    _, *problems = str(caught.value).split("\n  ")
+    (problem,) = [line for line in problems if line.startswith(f"llama.{key} is ")]
+    assert words in problem and "tiny.gguf" in str(caught.value)
 
 
-def test_missing_metadata_is_named(written):
-    metadata = dict(GGUFFile(written()).metadata)
-    del metadata["llama.block_count"]
-    config = functools.partial(ModelConfig.from_gguf, tied_head=True, vocab_size=300)
-    with pytest.raises(ValueError, match=r"no key 'llama\.block_count'"):
-        config(metadata)
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("general.alignment", 48, "48 is no power of two"),
+        ("general.name", 5, "is 5: must be text"),
+        ("split.count", 3, "is 3: must be 0 or 1; join the parts"),
+    ],
+)
+def test_keys_of_the_file_itself_are_checked(written, key, value, words):
+    with pytest.raises(ValueError, match=f"{key} {words}"):
+        load(written(metadata={key: value}))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"expert_count": 0, "expert_used_count": 0},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 8.0},
+        {"rope.scale_linear": 1.0, "rope.dimension_count": 16},
+        {"attention.head_count": [4, 4], "attention.head_count_kv": [2, 2]},
+        {"feed_forward_length": [96, 96], "rope.freq_base": 100_000},
+        {"attention.sliding_window": 4096, "attention.causal": True},
+        {"attention.scale": 0.25, "logit_scale": 1.0, "attention.value_length": 16},
+        {"vocab_size": 300, "tensor_data_layout": "Meta AI original pth"},
+    ],
+)
+def test_metadata_that_changes_nothing_is_served(written, metadata):
+    expected, _ = load(written())
+    found, _ = load(written(metadata={f"llama.{k}": v for k, v in metadata.items()}))
+    assert found == expected
+
+
+def test_all_problems_of_a_file_are_reported_together(written):
+    path = written(
+        {"blk.1.ffn_up.weight": np.zeros((64, 64), np.float32)},
+        metadata=METADATA
+        | {
+            "llama.expert_count": 8,
+            "llama.rope.dimension_count": 4,
+            "tokenizer.ggml.eos_token_id": 10**6,
+        },
+    )
+    spoil_tensor(path, "blk.0.attn_q.weight", kind=4)
+    with pytest.raises(ValueError) as caught:
+        describe(GGUFFile(path))
+    for words in (
+        "tiny.gguf",
+        "blk.0.attn_q.weight",
+        "blk.1.ffn_up.weight",
+        "expert_count is 8",
+        "dimension_count is 4",
+        "eos_token_id is 1000000",
+    ):
+        assert words in str(caught.value)
+
+
+def test_more_tokens_than_rows_of_the_embedding_are_refused(written):
+    tokens = [*METADATA["tokenizer.ggml.tokens"], "one more"]
+    types = [*METADATA["tokenizer.ggml.token_type"], 1]
+    changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    describe(GGUFFile(written(metadata=METADATA)))
+    with pytest.raises(ValueError, match=r"ggml\.tokens is .*at most 300 tokens"):
+        describe(GGUFFile(written(metadata=METADATA | changed)))
+
+
+@pytest.mark.parametrize("kind", [F32, F16, BF16, Q8_0])
+def test_big_endian_files_are_refused(written, kind):
+    with pytest.raises(ValueError, match="big-endian.*gguf-convert-endian"):
+        load(written(kind=kind, big=True))
+
+
+@pytest.mark.parametrize("kind", [4, 31, 24, 99])  # removed twice, of integers, unknown
+def test_types_that_cannot_be_read_are_named(written, kind):
+    path = written()
+    spoil_tensor(path, "blk.0.ffn_up.weight", kind=kind)
+    with pytest.raises(
+        ValueError, match="'blk.0.ffn_up.weight' is of type .*F32.*Q4_0"
+    ) as e:
+        load(path)
+    assert "incomplete" not in str(e.value)
+
+
+def test_offsets_that_are_not_aligned_are_refused(written):
+    path = written()
+    spoil_tensor(path, "blk.0.ffn_up.weight", offset=4)
+    with pytest.raises(ValueError, match="'blk.0.ffn_up.weight' has offset 4 and not"):
+        load(path)
+
+
+def test_a_cut_file_is_told_by_the_bytes_it_should_have(written):
+    path = written()
+    content = path.read_bytes()
+    path.write_bytes(content[:-100])
+    sizes = f"need {len(content):,} bytes and the file has {len(content) - 100:,}"
+    with pytest.raises(ValueError, match=f"{sizes}: an incomplete download"):
+        load(path)
+
+
+def test_a_path_may_start_at_home(written, monkeypatch):
+    path = written()
+    monkeypatch.setenv("HOME", str(path.parent))
+    assert GGUFFile("~/tiny.gguf").path == path
+
+
+def test_a_folder_is_told_what_is_supported(written):
+    folder = written().parent
+    with pytest.raises(ValueError, match="is a folder.*one GGUF file.*tiny.gguf"):
+        GGUFFile(folder)

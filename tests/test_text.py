@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gguf
 import pytest
 
+from m2r2_jax.checkpoints.gguf import vocabulary_from_gguf
+from m2r2_jax.checkpoints.gguf_file import GGUFFile
 from m2r2_jax.text.tokenizer import StreamDecoder, Tokenizer
 
 GOLDEN = json.loads(
@@ -53,13 +54,20 @@ def make_metadata(**changes) -> dict:
 
 
 def make(**changes) -> Tokenizer:
-    return Tokenizer.from_gguf(make_metadata(**changes))
+    return Tokenizer(vocabulary_from_gguf(make_metadata(**changes)))
+
+
+def with_tokens(spellings: dict[int, str], **changes) -> Tokenizer:
+    """A tokenizer some of whose tokens are spelled otherwise."""
+    tokens = make_metadata()["tokenizer.ggml.tokens"]
+    for index, spelling in spellings.items():
+        tokens[index] = spelling
+    return make(tokens=tokens, **changes)
 
 
 @functools.cache
 def load(path: Path) -> Tokenizer:
-    fields = gguf.GGUFReader(path).fields
-    return Tokenizer.from_gguf({key: fields[key].contents() for key in fields})
+    return Tokenizer(vocabulary_from_gguf(GGUFFile(path).metadata))
 
 
 @pytest.fixture
@@ -75,11 +83,13 @@ def test_attributes():
     assert make(bos_token_id=None).bos_id is None
 
 
-def test_eos_ids_join_the_named_ends_and_the_templates_end_of_turn():
+def test_eos_ids_join_the_named_ends_and_what_is_spelled_as_an_end_of_turn():
     named = make(eos_token_id=1, eot_token_id=2, eom_token_id=3)
     assert named.eos_ids == {1, 2, 3, END}
-    assert make(eos_token_id=1, chat_template="no marker").eos_ids == {1}
-    assert make(eos_token_id=None, chat_template=None).eos_ids == frozenset()
+    assert make(eos_token_id=1, chat_template=None).eos_ids == {1, END}
+    spelled = with_tokens({START: "<|eot_id|>", END: "<end>"}, eos_token_id=None)
+    assert spelled.eos_ids == {START}
+    assert with_tokens({END: "<end>"}, eos_token_id=None).eos_ids == frozenset()
 
 
 def test_merges_apply_in_order():
@@ -165,6 +175,13 @@ def test_a_lone_surrogate_is_a_value_error():
         ("llama-bpe", "(ab 1234'S\n\n x", ["(ab", " ", "123", "4", "'S", "\n\n", " x"]),
         ("qwen2", "(ab 12!\n x", ["(ab", " ", "1", "2", "!\n", " x"]),
         ("default", "a $1234.", ["a", " ", "$", "123", "4", "."]),
+        ("falcon3", "a 1234", ["a", " ", "123", "4"]),
+        ("llama3", "a 1234", ["a", " ", "123", "4"]),
+        ("llama-v3", "a 1234", ["a", " ", "123", "4"]),
+        ("phi-2", "a 1234", ["a", " 1234"]),
+        ("jina-v2-de", "a 1234", ["a", " 1234"]),
+        ("megrez", "(ab 12", ["(ab", " ", "1", "2"]),
+        ("tekken", "aBc DEf 12 \n/x", ["a", "Bc", " DEf", " ", "1", "2", " \n", "/x"]),
     ],
 )
 def test_pre_tokenizers_split_where_they_should(pre, text, pieces):
@@ -172,12 +189,17 @@ def test_pre_tokenizers_split_where_they_should(pre, text, pieces):
     assert [text[start:end] for _, (start, end) in split] == pieces
 
 
-def test_llama_pieces_that_are_tokens_skip_the_merges():
-    tokens = make_metadata()["tokenizer.ggml.tokens"]
-    tokens[256:258] = ["el", "hel"]
-    unmergeable = {"tokens": tokens, "merges": ["e l"]}
-    assert make(pre="llama-bpe", **unmergeable).encode("hel") == [257]
-    assert len(make(pre="gpt-2", **unmergeable).encode("hel")) == 2
+@pytest.mark.parametrize(
+    "pre", ["llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"]
+)
+def test_rules_that_keep_pieces_whole_add_bos_unless_the_file_says_otherwise(pre):
+    def encoded(**changes):
+        return with_tokens({256: "el"}, merges=["e l"], **changes).encode("hel")
+
+    assert encoded(pre=pre) == [BOS, 257]
+    assert encoded(pre=pre, add_bos_token=False) == [257]
+    assert encoded(pre=pre, bos_token_id=None) == [257]
+    assert len(encoded(pre="gpt-2")) == 2
 
 
 def test_an_unknown_pre_tokenizer_warns_and_splits_as_gpt2():
@@ -191,16 +213,60 @@ def test_an_unknown_pre_tokenizer_warns_and_splits_as_gpt2():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "'llama'; supported: 'gpt2'"),
-        ({"model": None}, "supported: 'gpt2'"),
-        ({"tokens": None}, "no tokenizer.ggml.tokens"),
-        ({"merges": None}, "no tokenizer.ggml.merges"),
-        ({"bos_token_id": None, "add_bos_token": True}, "bos_token_id"),
+        ({"model": "llama"}, "ggml.model is 'llama': must be gpt2"),
+        ({"model": None}, "ggml.model is missing"),
+        ({"pre": 7}, "ggml.pre is 7: must be text"),
+        ({"tokens": None}, "ggml.tokens is missing"),
+        ({"tokens": []}, r"ggml.tokens is \[\]: must not be empty"),
+        ({"tokens": ["a", b"\xff"]}, r"valid UTF-8.* which entry 1, b'\\xff',"),
+        ({"merges": None}, "ggml.merges is missing"),
+        ({"merges": ["h e", "he"]}, "two tokens around a space.*entry 1, 'he'"),
+        ({"merges": ["h zz"]}, "two tokens around a space.*entry 0, 'h zz'"),
+        ({"merges": ["h l"]}, "join to a token.*entry 0, 'h l'"),
+        ({"token_type": [1] * 258}, "has 258 entries; the 262 tokens need one each"),
+        ({"token_type": [1] * 263}, "has 263 entries; the 262 tokens need one each"),
+        ({"token_type": [1] * 261 + [9]}, "must be from 0 to 6; it goes from 1 to 9"),
+        ({"token_type": ["control"] * 262}, "must be a list of whole numbers"),
+        ({"bos_token_id": None, "add_bos_token": True}, "needs .*bos_token_id"),
+        ({"add_bos_token": 1}, "add_bos_token is 1: must be true or false"),
+        ({"bos_token_id": -1}, "bos_token_id is -1: must be an id from 0 to 261"),
+        ({"eos_token_id": 10**6}, "eos_token_id is 1000000: must be an id from 0"),
+        ({"eot_token_id": 2**32 - 1}, "eot_token_id is 4294967295: must be an id"),
+        ({"eom_token_id": [1, 2]}, r"eom_token_id is \[1, 2\]: must be a whole number"),
+        ({"chat_template": ["{{ messages }}"]}, "chat_template is .*: must be text"),
     ],
 )
-def test_unusable_metadata_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_metadata_that_cannot_be_meant_is_refused(changes, message):
+    with pytest.raises(ValueError, match=f"tokenizer.*{message}"):
         make(**changes)
+
+
+def test_all_problems_of_the_metadata_are_reported_together():
+    with pytest.raises(ValueError) as caught:
+        make(model="bert", eos_token_id=-1, merges=None)
+    for key in ("model", "eos_token_id", "merges"):
+        assert f"tokenizer.ggml.{key} is" in str(caught.value)
+
+
+def test_an_empty_control_token_stands_nowhere_in_a_text():
+    tokenizer = with_tokens({TOOL: ""}, token_type=[1] * 258 + [3, 3, 3, 3])
+    assert TOOL not in tokenizer.encode("hello", special=True)
+    assert tokenizer.encode_chat(USER) == with_tokens({TOOL: "<x>"}).encode_chat(USER)
+    assert tokenizer.decode([TOOL]) == ""
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_templates_know_a_role_that_spells_a_control_token(role):
+    template = (
+        "{% if messages[0].role == '" + role + "' %}known{% else %}other{% endif %}"
+        "{{ messages[0].content }}"
+    )
+    tokenizer = with_tokens(
+        {TOOL: role}, chat_template=template, token_type=[1] * 258 + [3] * 4
+    )
+    ids = tokenizer.encode_chat([{"role": role, "content": f"a {role} here"}])
+    assert ids == [*tokenizer.encode("known"), *tokenizer.encode(f"a {role} here")]
+    assert TOOL not in ids
 
 
 def test_render_opens_the_assistants_turn_on_request():
@@ -235,6 +301,9 @@ def test_templates_find_what_they_rely_on(template, text):
         ("{% if %}", "chat template failed"),
         ("{{ messages.append(1) }}", "chat template failed"),
         ("{{ ''.__class__.__mro__ }}", "chat template failed"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "failed: Range too big"),
+        ("{{ 1 // 0 }}", "chat template failed"),
+        ("{{ messages[0].content + 1 }}", "chat template failed"),
     ],
 )
 def test_a_template_that_fails_is_a_value_error(template, message):
@@ -261,9 +330,22 @@ def test_malformed_messages_are_refused(method, messages, message):
 
 
 @pytest.mark.parametrize("method", ["render", "encode_chat"])
-def test_a_model_without_a_chat_template_says_so(method):
+@pytest.mark.parametrize("template", [None, "", " \n"])
+def test_a_model_without_a_chat_template_says_so(method, template):
+    tokenizer = make(chat_template=template)
+    assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match="no chat template; pass plain text"):
-        getattr(make(chat_template=None), method)(USER)
+        getattr(tokenizer, method)(USER)
+
+
+def test_of_named_templates_the_default_is_used_and_others_are_named():
+    named = {"tokenizer.chat_template.rag": "x", "tokenizer.chat_template.tool_use": ""}
+    metadata = make_metadata(chat_template=None) | named
+    with pytest.raises(ValueError, match="of the name default, only rag, tool_use;"):
+        Tokenizer(vocabulary_from_gguf(metadata)).render(USER)
+    metadata["tokenizer.chat_template.default"] = TEMPLATE
+    chosen = Tokenizer(vocabulary_from_gguf(metadata))
+    assert chosen.render(USER) == make().render(USER)
 
 
 @pytest.mark.parametrize("generation", [True, False])

@@ -7,6 +7,7 @@ import numpy as np
 from conftest import TINY, tiny_params, unrolled
 from gguf_files import tensors_of, write
 
+from m2r2_jax.checkpoints.gguf import vocabulary_from_gguf
 from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.text.tokenizer import _BYTES, Tokenizer
 
@@ -40,7 +41,9 @@ def params(gain: float = 1.0) -> dict:
 
 
 def chat_model(gain: float = 1.0) -> Model:
-    return Model(TINY, unrolled(params(gain)), Tokenizer.from_gguf(METADATA))
+    return Model(
+        TINY, unrolled(params(gain)), Tokenizer(vocabulary_from_gguf(METADATA))
+    )
 
 
 def write_gguf(path, context_length: int = TINY.context_length):

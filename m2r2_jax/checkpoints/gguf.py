@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
+from m2r2_jax.checkpoints.gguf_file import GGUFFile
+from m2r2_jax.checkpoints.gguf_schema import (
+    ARCHITECTURE_KEY,
+    MODEL_KEYS,
+    TOKENIZER_KEYS,
+    raise_problems,
+    read,
+    refuse_unknown,
+)
 from m2r2_jax.models.config import ModelConfig
 from m2r2_jax.models.transformer import weight_specs
+from m2r2_jax.text.tokenizer import Vocabulary
+
+_CONTROL_TYPES, _USER_DEFINED = (2, 3), 4  # values of tokenizer.ggml.token_type
 
 
 def _unpermute(rows: np.ndarray, head_dim: int) -> np.ndarray:
@@ -42,94 +54,61 @@ def _place(array: np.ndarray, axes: tuple[str, ...]):
 
 
 Transform = Callable[..., np.ndarray]
+Row = tuple[dict[str, str], Transform]
 
-# Path in the tree -> (tensors of the file, how they become the weight). `{}` is the
-# layer. GGUF architecture `llama` keeps q and k in llama.cpp's own rotary order.
-GGUF_ENDS: dict[str, tuple[tuple[str, ...], Transform]] = {
-    "embed": (("token_embd.weight",), _same),
-    "final_norm": (("output_norm.weight",), _same),
-    "head": (("output.weight",), _same),
+# Path in the tree -> (tensors of the file with their axes, how they become the weight).
+# `{}` is the layer; axes are of `_axis_sizes`. GGUF architecture `llama` keeps q and k
+# in llama.cpp's own rotary order.
+GGUF_ENDS: dict[str, Row] = {
+    "embed": ({"token_embd.weight": "VD"}, _same),
+    "final_norm": ({"output_norm.weight": "D"}, _same),
+    "head": ({"output.weight": "VD"}, _same),
 }
-GGUF_BLOCK: dict[str, tuple[tuple[str, ...], Transform]] = {
-    "attention_norm": (("blk.{}.attn_norm.weight",), _same),
+GGUF_BLOCK: dict[str, Row] = {
+    "attention_norm": ({"blk.{}.attn_norm.weight": "D"}, _same),
     "qkv": (
-        ("blk.{}.attn_q.weight", "blk.{}.attn_k.weight", "blk.{}.attn_v.weight"),
+        {
+            "blk.{}.attn_q.weight": "QD",
+            "blk.{}.attn_k.weight": "KD",
+            "blk.{}.attn_v.weight": "KD",
+        },
         _qkv,
     ),
-    "out": (("blk.{}.attn_output.weight",), _same),
-    "mlp_norm": (("blk.{}.ffn_norm.weight",), _same),
-    "gate_up": (("blk.{}.ffn_gate.weight", "blk.{}.ffn_up.weight"), _stack),
-    "down": (("blk.{}.ffn_down.weight",), _same),
+    "out": ({"blk.{}.attn_output.weight": "DQ"}, _same),
+    "mlp_norm": ({"blk.{}.ffn_norm.weight": "D"}, _same),
+    "gate_up": ({"blk.{}.ffn_gate.weight": "FD", "blk.{}.ffn_up.weight": "FD"}, _stack),
+    "down": ({"blk.{}.ffn_down.weight": "DF"}, _same),
 }
 
 
-class GGUFFile:
-    """A memory-mapped GGUF file: its metadata, and its tensors one at a time."""
+def describe(file: GGUFFile) -> tuple[ModelConfig, Vocabulary]:
+    """The config and the vocabulary of a file, everything in it checked first.
 
-    def __init__(self, path: str | Path):
-        """Opens the file.
-
-        Raises:
-          FileNotFoundError: no file at `path`.
-          ValueError: not a GGUF file, or a truncated one.
-        """
-        # Imported here: reading parameters from elsewhere must not need the package.
-        import gguf
-
-        self._dequantize = gguf.dequantize
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise FileNotFoundError(f"no GGUF file at {str(self.path)!r}")
-        try:
-            reader = gguf.GGUFReader(self.path)
-        except (ValueError, IndexError, KeyError) as error:
-            raise ValueError(
-                f"{str(self.path)!r} is not a readable GGUF file ({error}); an "
-                "incomplete download?"
-            ) from error
-        self.metadata = {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            if not name.startswith("GGUF.")
-        }
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-
-    def names(self) -> set[str]:
-        """Names of the tensors."""
-        return set(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor in row-major order, without reading it."""
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
-
-    def read(self, name: str) -> np.ndarray:
-        """Dequantizes one tensor to f32, row-major."""
-        tensor = self._tensors[name]
-        values = self._dequantize(tensor.data, tensor.tensor_type)
-        return values.reshape(self.shape(name))
+    Raises:
+      ValueError: all that is wrong with metadata and tensors, in one message.
+    """
+    problems = list(file.problems)
+    fields = _model_fields(file, problems)
+    rows = {name: fields[name] for name in ("vocab_size",) if name in fields}
+    vocabulary = _tokenizer_fields(file.metadata, problems, **rows)
+    raise_problems(repr(str(file.path)), problems)
+    return _config(fields), _vocabulary(vocabulary)
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """The config of a GGUF file, after checking that every tensor is known and there.
+    """The config alone, of a file that need not have a tokenizer; see `describe`."""
+    problems = list(file.problems)
+    fields = _model_fields(file, problems)
+    raise_problems(repr(str(file.path)), problems)
+    return _config(fields)
 
-    Raises:
-      ValueError: listing all unknown and missing tensors at once.
-    """
-    if "token_embd.weight" not in file.names():
-        raise ValueError(f"{str(file.path)!r} has no tensor 'token_embd.weight'")
-    config = ModelConfig.from_gguf(
-        file.metadata,
-        tied_head="output.weight" not in file.names(),
-        vocab_size=file.shape("token_embd.weight")[0],
-    )
-    expected = {name for _, names, _ in _weights(config) for name in names}
-    missing, unknown = expected - file.names(), file.names() - expected
-    if missing or unknown:
-        raise ValueError(
-            f"{str(file.path)!r} does not fit a dense Llama model: "
-            f"missing tensors {_shorten(missing)}, unknown tensors {_shorten(unknown)}"
-        )
-    return config
+
+def vocabulary_from_gguf(metadata: Mapping[str, object]) -> Vocabulary:
+    """The vocabulary alone, of metadata that need not have a model; see `describe`."""
+    problems: list[str] = []
+    fields = _tokenizer_fields(metadata, problems)
+    raise_problems("the GGUF metadata", problems)
+    return _vocabulary(fields)
 
 
 def load_gguf_params(
@@ -145,27 +124,19 @@ def load_gguf_params(
 
     Args:
       file: the open file.
-      config: its config.
+      config: its config, of `describe`.
       dtype: what the blocks' matrices are cast to on the way.
       stream_dtype: likewise all other weights; `dtype` by default.
       unrolled: whether blocks become a tuple of layers or a stack (see `transformer`).
       place: puts one host array on the device: `(array, spec_axes) -> jax.Array`.
-
-    Raises:
-      ValueError: a tensor's shape does not fit the config.
     """
     specs = weight_specs(config)
     ends: dict = {}
     per_layer: list[dict] = [{} for _ in range(config.num_layers)]
-    for (layer, name), names, transform in _weights(config):
+    rows = _weights(config.num_layers, config.tied_head)
+    for (layer, name), names, transform in rows:
         spec = specs[name] if layer is None else specs["blocks"][name]
-        weight = _transformed(file, config, names, transform)
-        if weight is None or weight.shape != spec.shape:
-            shapes = ", ".join(f"{tensor} {file.shape(tensor)}" for tensor in names)
-            raise ValueError(
-                f"{str(file.path)!r} has tensors of shapes {shapes}; together the "
-                f"config needs {spec.shape}"
-            )
+        weight = transform(config, *map(file.read, names))
         target = ends if layer is None else per_layer[layer]
         is_block_matrix = layer is not None and len(spec.shape) > 1
         cast = dtype if is_block_matrix else stream_dtype or dtype
@@ -178,25 +149,100 @@ def load_gguf_params(
     return {**ends, "blocks": stacked}
 
 
-def _transformed(
-    file: GGUFFile, config: ModelConfig, names: tuple[str, ...], transform: Transform
-) -> np.ndarray | None:
-    """One weight from its tensors; None where their shapes do not go together."""
-    tensors = [file.read(name) for name in names]
+def _model_fields(file: GGUFFile, problems: list[str]) -> dict:
+    """Sound fields of `MODEL_KEYS`; problems of metadata and of tensors are added."""
+    metadata = file.metadata
+    architecture = read(metadata, [ARCHITECTURE_KEY], problems).get("architecture")
+    if architecture is None:
+        return {}
+    known = {
+        "tied_head": "output.weight" not in file.names(),
+        "num_tensors": len(file.names()),
+    }
+    if "token_embd.weight" in file.names():
+        known["vocab_size"] = file.shape("token_embd.weight")[0]
+    fields = read(metadata, MODEL_KEYS, problems, architecture=architecture, **known)
+    refuse_unknown(metadata, architecture, problems)
+    if "num_layers" in fields:
+        _check_tensors(file, fields, problems)
+    return fields
+
+
+def _check_tensors(file: GGUFFile, fields: dict, problems: list[str]) -> None:
+    """Adds what is missing, unknown or of the wrong shape; reads no tensor."""
+    rows = _weights(fields["num_layers"], fields["tied_head"])
+    expected = {name: axes for _, names, _ in rows for name, axes in names.items()}
+    missing, unknown = expected.keys() - file.names(), file.names() - expected.keys()
+    if missing or unknown:
+        problems.append(
+            f"its tensors do not fit a dense Llama model: missing tensors "
+            f"{_shorten(missing)}, unknown tensors {_shorten(unknown)}"
+        )
+    sizes = _axis_sizes(fields)
+    if not sizes:
+        return
+    for name, axes in expected.items():
+        needed = tuple(sizes[axis] for axis in axes)
+        if name not in missing and (found := file.shape(name)) != needed:
+            problems.append(f"tensor {name!r} is of shape {found}; {needed} is needed")
+
+
+def _axis_sizes(fields: dict) -> dict[str, int] | None:
+    """Sizes of the file's axes; None where a field they follow from has a problem."""
     try:
-        return transform(config, *tensors)
-    except ValueError:
+        H = fields["head_dim"]
+        return {
+            "V": fields["vocab_size"],
+            "D": fields["width"],
+            "F": fields["hidden_width"],
+            "Q": fields["num_heads"] * H,
+            "K": fields["num_kv_heads"] * H,
+        }
+    except KeyError:
         return None
 
 
-def _weights(config: ModelConfig) -> Iterator[tuple]:
-    """Rows of the table for one model: ((layer, name), file tensors, transform)."""
+def _config(fields: dict) -> ModelConfig:
+    wanted = (field.name for field in dataclasses.fields(ModelConfig))
+    return ModelConfig(**{name: fields[name] for name in wanted if name in fields})
+
+
+def _tokenizer_fields(metadata: Mapping, problems: list[str], **known) -> dict:
+    """Sound fields of `TOKENIZER_KEYS`, and the templates that have names."""
+    fields = read(metadata, TOKENIZER_KEYS, problems, **known)
+    prefix = "tokenizer.chat_template."
+    others = sorted(k.removeprefix(prefix) for k in metadata if k.startswith(prefix))
+    return fields | {"other_templates": [n for n in others if n != "default"]}
+
+
+def _vocabulary(fields: dict) -> Vocabulary:
+    types = fields["types"]
+    typed = () if types is None else types
+    ends = {fields[f"{end}_id"] for end in ("eos", "eot", "eom")} - {None}
+    return Vocabulary(
+        tokens=fields["tokens"],
+        merges=[tuple(merge.split(" ", 1)) for merge in fields["merges"]],
+        split=fields["pre"],
+        control_ids=frozenset(np.flatnonzero(np.isin(typed, _CONTROL_TYPES)).tolist()),
+        unit_ids=frozenset(np.flatnonzero(np.equal(typed, _USER_DEFINED)).tolist()),
+        bos_id=fields["bos_id"],
+        eos_id=fields["eos_id"],
+        end_ids=frozenset(ends),
+        add_bos=fields["add_bos"],
+        chat_template=fields["chat_template"],
+        other_templates=tuple(fields["other_templates"]),
+    )
+
+
+def _weights(num_layers: int, tied_head: bool) -> Iterator[tuple]:
+    """Rows of the table for one model: ((layer, name), tensors' axes, transform)."""
     for name, (tensors, transform) in GGUF_ENDS.items():
-        if name != "head" or not config.tied_head:
+        if name != "head" or not tied_head:
             yield (None, name), tensors, transform
-    for layer in range(config.num_layers):
+    for layer in range(num_layers):
         for name, (tensors, transform) in GGUF_BLOCK.items():
-            yield (layer, name), tuple(t.format(layer) for t in tensors), transform
+            named = {tensor.format(layer): axes for tensor, axes in tensors.items()}
+            yield (layer, name), named, transform
 
 
 def _shorten(names: set[str]) -> str:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from m2r2_jax.checkpoints import fetch
-from m2r2_jax.checkpoints.gguf import GGUFFile, config_from_gguf, load_gguf_params
+from m2r2_jax.checkpoints.gguf import describe, load_gguf_params
+from m2r2_jax.checkpoints.gguf_file import GGUFFile
 from m2r2_jax.models import sharding
 from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.ops.execution import EXACT, PLAIN, Execution
@@ -75,8 +76,8 @@ def load(
     """Loads a model, tensor by tensor.
 
     Args:
-      path: a GGUF file of dense Llama architecture; None is the default model,
-        SmolLM2-135M-Instruct, fetched on first use.
+      path: a GGUF file of dense Llama architecture; `~` is the home folder. None is
+        the default model, SmolLM2-135M-Instruct, fetched on first use.
       dtype: of the blocks' matrices; f32 on CPU and bf16 elsewhere by default. f16
         overflows in many models: it gives a warning.
       stream_dtype: of everything else, the residual stream and the cache included;
@@ -102,8 +103,9 @@ def load(
     unrolled = backend != "tpu" if unrolled is None else unrolled
     file = GGUFFile(fetch.default_model_file() if path is None else path)
     name = fetch.DEFAULT_MODEL if path is None else file.path.stem
-    config = dataclasses.replace(config_from_gguf(file), name=name)
-    tokenizer = Tokenizer.from_gguf(file.metadata)
+    config, vocabulary = describe(file)
+    config = dataclasses.replace(config, name=name)
+    tokenizer = Tokenizer(vocabulary)
     params = load_gguf_params(
         file,
         config,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from m2r2_jax.ops.execution import PLAIN, Execution
 
@@ -55,55 +54,6 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         """Query heads that share one key/value head (G)."""
         return self.num_heads // self.num_kv_heads
-
-    @classmethod
-    def from_gguf(
-        cls, metadata: Mapping[str, object], *, tied_head: bool, vocab_size: int
-    ) -> ModelConfig:
-        """Reads the config from GGUF metadata.
-
-        Args:
-          metadata: GGUF keys to plain values.
-          tied_head: whether the file has no `output.weight`.
-          vocab_size: rows of `token_embd.weight`; the vocabulary list may be shorter.
-
-        Raises:
-          ValueError: for an architecture or rotary scaling that is not supported, or
-            a missing key.
-        """
-        architecture = metadata.get("general.architecture")
-        if architecture != "llama":
-            raise ValueError(
-                f"GGUF architecture {architecture!r} is not supported; supported: llama"
-            )
-        if "llama.expert_count" in metadata:
-            raise ValueError("Mixture-of-Experts GGUF files are not supported yet")
-        scaling = metadata.get("llama.rope.scaling.type", "none")
-        if scaling != "none":
-            raise ValueError(
-                f"rotary scaling {scaling!r} is not supported; supported: none"
-            )
-
-        def get(key: str):
-            if (value := metadata.get(f"llama.{key}")) is None:
-                raise ValueError(f"GGUF metadata has no key 'llama.{key}'")
-            return value
-
-        num_heads, width = get("attention.head_count"), get("embedding_length")
-        return cls(
-            name=str(metadata.get("general.name", "unnamed")),
-            vocab_size=vocab_size,
-            num_layers=get("block_count"),
-            width=width,
-            hidden_width=get("feed_forward_length"),
-            num_heads=num_heads,
-            num_kv_heads=metadata.get("llama.attention.head_count_kv", num_heads),
-            head_dim=metadata.get("llama.attention.key_length", width // num_heads),
-            rope_theta=metadata.get("llama.rope.freq_base", 10_000.0),
-            norm_epsilon=get("attention.layer_norm_rms_epsilon"),
-            tied_head=tied_head,
-            context_length=get("context_length"),
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,31 +1,50 @@
-"""Text to token ids and back, and chat rendering, from GGUF metadata alone."""
+"""Text to token ids and back, and chat rendering, from a vocabulary alone."""
 
 import codecs
 import functools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
-from typing import Any, Self
 
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BpeTokenizer
+
+from m2r2_jax.text.vocabulary import Vocabulary
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TIKTOKEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# tokenizer.ggml.pre: patterns, each of which splits the pieces the one before left.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Names of split rules, which are llama.cpp's (tokenizer.ggml.pre): patterns, each of
+# which splits the pieces the one before left.
 _PRE_TOKENIZERS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "gpt-2": (_GPT2,),
     "llama-bpe": (_TIKTOKEN % r"\p{N}{1,3}",),
     "qwen2": (_TIKTOKEN % r"\p{N}",),
     "smollm": (r"\p{N}", _GPT2),
+    "tekken": (_TEKKEN,),
 }
-_CONTROL_TYPES, _USER_DEFINED_TYPE = (2, 3), 4  # values of tokenizer.ggml.token_type
+_ALIASES = {
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
+    **dict.fromkeys(
+        ("phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de"), "gpt-2"
+    ),
+    "megrez": "qwen2",
+}
+# Rules with which a piece that is a token stays whole, whatever the merges say, and
+# with which text begins with BOS unless the file says otherwise (llama.cpp's loader).
+_WHOLE_PIECES = ("llama-bpe", "tekken")
+# A control token may be spelled like one of these: templates compare roles with them.
+_ROLES = ("system", "user", "assistant", "tool")
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 # GPT-2's alphabet: the bytes that do not print are shifted to the characters from 256.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -44,50 +63,37 @@ class Tokenizer:
         vocab_size: number of tokens; ids are in [0, vocab_size).
     """
 
-    def __init__(self, fields: dict[str, Any]):
-        self._fields = fields
-        self._tokens = tokens = fields["tokens"]
+    def __init__(self, vocabulary: Vocabulary):
+        """Builds the tokenizer.
+
+        Warns of an unknown split rule and then splits text as GPT-2 does.
+        """
+        self._vocabulary = vocabulary
+        self._tokens = tokens = vocabulary.tokens
         self.vocab_size = len(tokens)
-        self.bos_id = fields.get("bos_token_id")
-        self.eos_ids = _eos_ids(fields)
-        types = list(enumerate(fields.get("token_type", ())))
-        # A file may type its end-of-turn token as ordinary: it is a control even so.
-        control_ids = self.eos_ids | {i for i, t in types if t in _CONTROL_TYPES}
-        self._controls = {tokens[i]: i for i in control_ids}
-        user_defined = {tokens[i] for i, t in types if t == _USER_DEFINED_TYPE}
-        self._units = user_defined | self._controls.keys()
-        self._bpe = _build_bpe(fields, self._controls, self._units)
+        self.bos_id = vocabulary.bos_id
+        rule = _ALIASES.get(vocabulary.split, vocabulary.split)
+        implied = rule in _WHOLE_PIECES and self.bos_id is not None
+        self._adds_bos = implied if vocabulary.add_bos is None else vocabulary.add_bos
+        turn_ends = {tokens.index(end) for end in _TURN_ENDS if end in tokens}
+        self.eos_ids = vocabulary.end_ids | turn_ends
+        # A file may type its end-of-turn token as ordinary: it is a control even so. An
+        # empty spelling is everywhere in a text: it stands for no token.
+        control_ids = self.eos_ids | vocabulary.control_ids
+        self._controls = {tokens[i]: i for i in control_ids if tokens[i]}
+        units = {tokens[i] for i in vocabulary.unit_ids if tokens[i]}
+        self._units = units | self._controls.keys()
+        self._bpe = _build_bpe(vocabulary, rule, self._controls, self._units)
         longest_first = sorted(map(re.escape, self._controls), key=len, reverse=True)
         any_control = "|".join(longest_first) or "(?!)"
         self._split = re.compile(f"({any_control})").split
         # The lookahead finds every start, those inside another look-alike too.
         self._look_alike = re.compile(f"(?={any_control})(.)", re.DOTALL)
 
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
-        """Builds the tokenizer that a GGUF file's metadata describes.
-
-        Warns of an unknown `tokenizer.ggml.pre` and then splits text as GPT-2 does.
-
-        Args:
-            metadata: GGUF keys to plain Python values (str, int, bool, lists of them).
-
-        Raises:
-            ValueError: a key is missing, or the tokenizer is no byte-level BPE.
-        """
-        prefix = re.compile(r"tokenizer\.(ggml\.)?")
-        fields = {prefix.sub("", k): v for k, v in metadata.items() if prefix.match(k)}
-        if (model := fields.get("model")) != "gpt2":
-            raise ValueError(f"tokenizer.ggml.model is {model!r}; supported: 'gpt2'")
-        bos = ["bos_token_id"] if fields.get("add_bos_token") else []
-        if missing := [n for n in ["tokens", "merges", *bos] if n not in fields]:
-            raise ValueError(f"the GGUF metadata has no tokenizer.ggml.{missing[0]}")
-        return cls(fields)
-
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be rendered."""
-        return bool(self._fields.get("chat_template"))
+        return bool(self._vocabulary.chat_template.strip())
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Encodes text; bytes the vocabulary lacks are dropped (SmolLM2 lacks 21).
@@ -103,7 +109,7 @@ class Tokenizer:
             UnicodeEncodeError: the text holds a lone surrogate (a ValueError).
         """
         ids = self._encode_special(text) if special else self._encode_plain(text)
-        add_bos = self._fields.get("add_bos_token") and ids[:1] != [self.bos_id]
+        add_bos = self._adds_bos and ids[:1] != [self.bos_id]
         return [self.bos_id, *ids] if add_bos else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -135,13 +141,17 @@ class Tokenizer:
         """
         _check_messages(messages)
         if not self.has_chat_template:
-            raise ValueError("the model has no chat template; pass plain text instead")
-        import jinja2
-
+            named = ", ".join(self._vocabulary.other_templates)
+            others = f" of the name default, only {named}" if named else ""
+            raise ValueError(
+                f"the model has no chat template{others}; pass plain text instead"
+            )
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(given)
-        except jinja2.TemplateError as error:
+        except (
+            Exception
+        ) as error:  # a template is the file's program: it raises anything
             raise ValueError(f"the model's chat template failed: {error}") from error
 
     def encode_chat(
@@ -152,17 +162,21 @@ class Tokenizer:
         Each such spelling is broken by a marker character, which is taken out once the
         rendered text is split at the template's control tokens: the spelling gets the
         ids of ordinary text, and all else those of the rendered text encoded whole.
-        Part of a spelling stays: templates build control tokens from the role.
+        Part of a spelling stays: templates build control tokens from the role. The
+        usual roles stay too, even where one of them spells a control token.
 
         Returns:
             Token ids, [length], with no BOS added. For args and errors see `render`.
         """
         _check_messages(messages)
-        used = set(self._fields.get("chat_template", ""))
+        used = set(self._vocabulary.chat_template)
         used.update(*(text for message in messages for text in message.values()))
         marker = next(c for c in map(chr, range(0x10FFFF, 0, -1)) if c not in used)
         guard = functools.partial(self._look_alike.sub, rf"\1{marker}")
-        guarded = [{k: guard(v) for k, v in message.items()} for message in messages]
+        guarded = [
+            {key: text if text in _ROLES else guard(text) for key, text in turn.items()}
+            for turn in messages
+        ]
         text = self.render(guarded, add_generation_prompt=add_generation_prompt)
         return self._encode_special(text, marker)
 
@@ -184,9 +198,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _template(self):
-        named = [k for k in ("bos_token", "eos_token") if f"{k}_id" in self._fields]
-        texts = {k: self._tokens[self._fields[f"{k}_id"]] for k in named}
-        return _chat_environment().from_string(self._fields["chat_template"], texts)
+        ids = {"bos_token": self.bos_id, "eos_token": self._vocabulary.eos_id}
+        texts = {name: self._tokens[i] for name, i in ids.items() if i is not None}
+        template = self._vocabulary.chat_template
+        return _chat_environment().from_string(template, texts)
 
 
 class StreamDecoder:
@@ -209,23 +224,15 @@ class StreamDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-def _eos_ids(fields: dict[str, Any]) -> frozenset[int]:
-    """Returns the ids the file names as ends, and its template's end of turn."""
-    named = {fields.get(f"{end}_token_id") for end in ("eos", "eot", "eom")} - {None}
-    template, tokens = fields.get("chat_template", ""), fields["tokens"]
-    turn_ends = [end for end in _TURN_ENDS if end in template and end in tokens]
-    return frozenset(named.union(map(tokens.index, turn_ends)))
-
-
-def _build_bpe(fields: dict[str, Any], controls: dict, units: set) -> BpeTokenizer:
+def _build_bpe(
+    vocabulary: Vocabulary, rule: str | None, controls: dict, units: set
+) -> BpeTokenizer:
     """Builds the BPE of ordinary text, which cannot make a control token."""
-    pre = fields.get("pre")
-    vocab = {t: i for i, t in enumerate(fields["tokens"]) if t not in controls}
-    pairs = (tuple(merge.split(" ", 1)) for merge in fields["merges"])
-    merges = [pair for pair in pairs if "".join(pair) not in controls]
-    bpe = BpeTokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
-    bpe.pre_tokenizer = _pre_tokenizer(pre)
-    if pre == "qwen2":
+    vocab = {t: i for i, t in enumerate(vocabulary.tokens) if t not in controls}
+    merges = [pair for pair in vocabulary.merges if "".join(pair) not in controls]
+    bpe = BpeTokenizer(models.BPE(vocab, merges, ignore_merges=rule in _WHOLE_PIECES))
+    bpe.pre_tokenizer = _pre_tokenizer(rule)
+    if rule == "qwen2":
         bpe.normalizer = normalizers.NFC()
     ordinary = [token for token in units if token not in controls]
     bpe.add_tokens([AddedToken(token, normalized=False) for token in ordinary])
@@ -234,9 +241,9 @@ def _build_bpe(fields: dict[str, Any], controls: dict, units: set) -> BpeTokeniz
 
 def _pre_tokenizer(name: str | None) -> pre_tokenizers.Sequence:
     if name not in _PRE_TOKENIZERS:
-        known = ", ".join(_PRE_TOKENIZERS)
-        warning = f"tokenizer.ggml.pre {name!r} is none of {known}; using GPT-2's rule"
-        warnings.warn(warning, stacklevel=5)  # at the caller of from_gguf
+        known = ", ".join((*_PRE_TOKENIZERS, *_ALIASES))
+        warning = f"split rule (tokenizer.ggml.pre) {name!r} is none of {known}; using "
+        warnings.warn(f"{warning}GPT-2's rule", stacklevel=4)  # at Tokenizer's caller
     patterns = map(Regex, _PRE_TOKENIZERS.get(name, (_GPT2,)))
     steps = [pre_tokenizers.Split(p, behavior="isolated") for p in patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
