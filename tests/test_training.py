@@ -211,14 +211,14 @@ def test_losses_and_gradients_in_pieces_are_those_of_the_whole(store, monkeypatc
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-7)
 
 
-def trained(store, steps, rates=RATES, **changes):
+def trained(store, count, rates=RATES, **changes):
     train = dataclasses.replace(TRAIN, **changes)
     state = steps.init_state(TINY, rates, train, jax.random.key(0))
     batch = batch_of(store, slice(None))
     started = closed_form_start(TINY, rates, MODEL.params, state.accelerators, [batch])
     first = jax.device_get(started)  # The state is donated.
     state = state.replace(accelerators=started)
-    for _ in range(steps):
+    for _ in range(count):
         state, metrics = steps.train_step(
             TINY, rates, train, MODEL.params, head(), state, batch
         )
