@@ -108,7 +108,7 @@ class Trainer:
         self.train = TrainConfig(steps, **named)
         ranking = np.load(store.folder / "ranking.npy")
         self.head_ids = ranking[: options.head] if options.head else None
-        self.head = draft_head(model.params, self.head_ids)
+        self.head = draft_head(model.config, model.params, self.head_ids)
         self.held_out = held_out_batches(model, self.out.parent / "held_out")
 
     def run(self) -> dict:

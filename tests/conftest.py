@@ -118,7 +118,7 @@ def tiny_chain() -> Method:
     """The M2R2 chain on random accelerators."""
     accelerators = tiny_accelerators(2, scale=0.3, carry=0.5)
     layers = transformer.unroll(accelerators["layers"])
-    head = draft_head(tiny_params())
+    head = draft_head(TINY, tiny_params())
     params = {"accelerators": {**accelerators, "layers": layers}, "head": head}
     return Method("m2r2", MultiRateChain(2, 8, 0.3), params)
 

@@ -59,7 +59,7 @@ def m2r2(shape: str, kind: str, unrolled: bool = True) -> Method:
     if unrolled:
         accelerators["layers"] = transformer.unroll(accelerators["layers"])
     drafter = MultiRateChain(exit_layer, length, confidence)
-    params = {"accelerators": accelerators, "head": draft_head(tiny_params())}
+    params = {"accelerators": accelerators, "head": draft_head(TINY, tiny_params())}
     return Method("m2r2", drafter, params)
 
 

@@ -125,7 +125,7 @@ def propose(drafter: MultiRateChain, accelerators: dict):
         **accelerators,
         "layers": transformer.unroll(accelerators["layers"]),
     }
-    head = draft_head(params)
+    head = draft_head(TINY, params)
     params = {"model": params, "accelerators": accelerators, "head": head}
     seen = context(TEXT, cache)
     read = Prefill(seen.history, seen.length, hidden)

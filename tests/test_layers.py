@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 
-from m2r2_jax.models import layers
+from m2r2_jax.models import layers, rotary
 from m2r2_jax.ops.execution import EXACT, PLAIN, Execution
 
 FUSED_16 = Execution("fused", 16)
@@ -19,8 +19,8 @@ rms_norm = jax.jit(layers.rms_norm, static_argnums=2)
 @functools.partial(jax.jit, static_argnums=2)
 def rotate(x_BRKGH, positions_BR, theta: float):
     """Turns and rotation together, as a block uses them."""
-    turns = layers.rotary_turns(positions_BR, x_BRKGH.shape[-1], theta, 8192)
-    return layers.rotate(x_BRKGH, turns)
+    rope = rotary.Rope(theta, x_BRKGH.shape[-1], 8192)
+    return rotary.rotate(x_BRKGH, rotary.rotary_turns(positions_BR, rope))
 
 
 def normal(seed: int, *shape: int, dtype=np.float32) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_rms_norm_computes_in_f32_for_bf16_rows():
 def test_turns_are_those_of_position_over_theta_to_the_pair(context_length):
     """At every position of the context, to the last bits of f32."""
     positions = jnp.arange(context_length)[None]
-    cos, sin = layers.rotary_turns(positions, 8, 100.0, context_length)
+    cos, sin = rotary.rotary_turns(positions, rotary.Rope(100.0, 8, context_length))
     exponents = np.array([0, 0.25, 0.5, 0.75])
     angles = np.arange(context_length)[:, None] * 100.0**-exponents
     assert cos.shape == sin.shape == (1, context_length, 4)

@@ -49,8 +49,8 @@ def run(params, accelerators, cache, *, exit_layer: int, cached: bool = True):
     rows = transformer.cached_rows(TINY, cache, offset, causal)
     if not cached:
         mask = jnp.broadcast_to(causal, (2, LENGTH, LENGTH))
-        rows = rows.replace(mask=mask)
-    slow = transformer.embed(params, TOKENS)
+        rows = rows.replace(views=(rows.views[0].replace(mask=mask),))
+    slow = transformer.embed(TINY, params, TOKENS)
     fast = multirate.start(accelerators, slow, STATE)
     return multirate.run_both(
         TINY_DECODER,

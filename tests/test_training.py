@@ -76,7 +76,7 @@ def batch_of(store: LabelStore, index) -> Batch:
 
 
 def head():
-    return draft_head(MODEL.params)
+    return draft_head(MODEL.config, MODEL.params)
 
 
 def test_labels_of_packed_rows_are_those_of_each_conversation_alone(store):
@@ -181,7 +181,7 @@ def test_losses_and_gradients_in_pieces_are_those_of_the_whole(store, monkeypatc
     rng = np.random.default_rng(0)
     states = jnp.asarray(rng.normal(size=(2, *batch.states.shape)), jnp.float32)
     ids = jnp.asarray(rng.permutation(TINY.vocab_size)[:120])
-    small = draft_head(MODEL.params, ids)
+    small = draft_head(MODEL.config, MODEL.params, ids)
     weight = batch.trained / batch.trained.sum()
 
     def whole(states):

@@ -158,7 +158,7 @@ def test_layers_may_be_run_in_two_goes(params):
 
 def run_early(decoder, params, cache: KVCache, tokens, causal):
     rows = transformer.cached_rows(decoder.config, cache, np.arange(12), causal)
-    x_BRD = transformer.embed(params, tokens)
+    x_BRD = transformer.embed(decoder.config, params, tokens)
     return transformer.run_layers(decoder, params["blocks"], x_BRD, rows, cache, 0, 2)
 
 
@@ -184,7 +184,9 @@ def test_mask_of_a_chain_written_out():
         "xx......",
         "xxx.....",
     )
-    np.testing.assert_array_equal(rows.mask, np.stack([expected_3, expected_0]))
+    np.testing.assert_array_equal(
+        rows.views[0].mask, np.stack([expected_3, expected_0])
+    )
     assert rows.slow == 3
 
 
@@ -198,8 +200,8 @@ def test_mask_and_positions_of_a_tree_written_out():
         "xxxx.x..",
         "xxx.x.x.",
     )
-    np.testing.assert_array_equal(rows.mask[0], expected)
-    cos, sin = (turn[0, :, 0] for turn in rows.turns)
+    np.testing.assert_array_equal(rows.views[0].mask[0], expected)
+    cos, sin = (turn[0, :, 0] for turn in rows.views[0].turns)
     # The first pair turns by one radian a position.
     positions = np.arctan2(sin, cos) % (2 * np.pi)
     np.testing.assert_allclose(positions, [2, 3, 3, 4, 4], rtol=1e-5)
@@ -209,6 +211,7 @@ def test_fast_rows_see_what_their_slow_twins_see():
     slow = rows_of(Layout.chain(2), [3, 0])
     both = transformer.with_fast_rows(slow)
     assert both.slow == 3
+    (both,), (slow,) = both.views, slow.views
     for twin in (both.mask[:, :3], both.mask[:, 3:]):
         np.testing.assert_array_equal(twin, slow.mask)
     for both_turns, slow_turns in zip(both.turns, slow.turns, strict=True):

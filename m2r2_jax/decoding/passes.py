@@ -67,7 +67,7 @@ def prefill(
     x_BCD, cache = transformer.run_layers(
         decoder,
         params["blocks"],
-        transformer.embed(params, tokens_BC),
+        transformer.embed(decoder.config, params, tokens_BC),
         rows,
         cache,
         0,
@@ -106,7 +106,9 @@ def score(
       Normalised final states `[B, R, D]`, logits `[B, R, V]` (f32), the cache.
     """
     rows = transformer.cached_rows(decoder.config, cache, offset_R, mask_RR)
-    x_BRD = transformer.embed(params, tokens_BR) if start_layer == 0 else hidden_BRD
+    x_BRD = hidden_BRD
+    if start_layer == 0:
+        x_BRD = transformer.embed(decoder.config, params, tokens_BR)
     x_BRD, cache = transformer.run_layers(
         decoder,
         params["blocks"],

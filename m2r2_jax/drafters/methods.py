@@ -109,7 +109,7 @@ def _stream_params(model: Model, trained: TrainedAccelerators) -> dict:
     params = like_matrices(model.params, trained.params)
     if model.unrolled:
         params["layers"] = unroll(params["layers"])
-    head = draft_head(model.params, trained.head_ids)
+    head = draft_head(model.config, model.params, trained.head_ids)
     return {"accelerators": params, "head": head}
 
 

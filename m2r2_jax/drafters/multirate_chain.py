@@ -16,7 +16,6 @@ from m2r2_jax.decoding.loop import run_if
 from m2r2_jax.models import multirate, transformer
 from m2r2_jax.models.cache import KVCache
 from m2r2_jax.models.config import Decoder
-from m2r2_jax.ops.products import linear
 
 
 @struct.dataclass
@@ -151,7 +150,7 @@ class MultiRateChain:
             decoder.config, ahead, np.zeros(1, np.int32), np.ones((1, 1), bool)
         )
         token_B1 = lax.dynamic_slice_in_dim(draft.tokens, row, 1, axis=1)
-        return transformer.embed(model, token_B1), rows, ahead
+        return transformer.embed(decoder.config, model, token_B1), rows, ahead
 
     def _extend(
         self,
@@ -171,7 +170,7 @@ class MultiRateChain:
             draft.carried,
         )
         head = params["head"]
-        logits_BH = linear(exit_BD, head.weight, decoder.execution, jnp.float32)
+        logits_BH = head.logits(exit_BD, decoder.execution, jnp.float32)
         position_B1 = (context.length + row)[:, None]
         drafted_B1 = sampling.choose(
             logits_BH[:, None], context.sampling, position_B1, head

@@ -14,7 +14,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from m2r2_jax.ops.execution import PLAIN, Execution
@@ -27,54 +26,20 @@ from m2r2_jax.ops.products import fused_scores
 _FEW_QUERIES = 64
 # Values that an arg-max compares at once, and how few are not worth it.
 _GROUP, _LEAST_GROUP = 256, 16
-# Positions in the finer of the two tables of rotary turns.
-_TURN = 256
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """Root-mean-square normalisation over the last axis, in f32 inside."""
+    """Root-mean-square normalisation over the axes of the scale, in f32 inside."""
     x_f32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True)
+    axes = tuple(range(-scale.ndim, 0))
+    mean_square = jnp.mean(jnp.square(x_f32), axis=axes, keepdims=True)
     normalised = x_f32 * lax.rsqrt(mean_square + epsilon)
     return (normalised * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def rotary_turns(
-    positions: jax.Array, head_dim: int, theta: float, context_length: int
-) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[..., H/2]` of each pair's angle, f32, for positions `[...]`.
-
-    The turn to a position is the turn to a multiple of `_TURN` and one of less than
-    that, both from small tables. Compiled into the layers, cosines would be computed
-    anew in each of them, for every head.
-    """
-    near, far = _turn_tables(head_dim, theta, context_length)
-    near_cos, near_sin = jnp.asarray(near)[:, positions % _TURN]
-    far_cos, far_sin = jnp.asarray(far)[:, positions // _TURN]
-    cos = near_cos * far_cos - near_sin * far_sin
-    return cos, near_sin * far_cos + near_cos * far_sin
-
-
-@functools.cache
-def _turn_tables(head_dim: int, theta: float, context_length: int):
-    """Turns to 0.._TURN - 1, and to its multiples in the context: `[2, ..., H/2]`."""
-    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    steps = np.arange(_TURN), np.arange(0, context_length, _TURN)
-    angles = [np.outer(step, frequencies) for step in steps]
-    return [np.float32([np.cos(angle), np.sin(angle)]) for angle in angles]
-
-
-def rotate(x_BRKGH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Applies rotary position embedding; pairs are (i, i + H/2).
-
-    Args:
-      x_BRKGH: queries or keys.
-      turns: cosines and sines `[B, R, H/2]`, from `rotary_turns`.
-    """
-    cos, sin = (turn_BRh[:, :, None, None] for turn_BRh in turns)
-    left, right = jnp.split(x_BRKGH.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
-    return turned.astype(x_BRKGH.dtype)
 
 
 def attention(
@@ -83,6 +48,8 @@ def attention(
     values_JSH: jax.Array,
     mask_BRS: jax.Array,
     execution: Execution = PLAIN,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
     """Grouped-query attention of R rows over S slots.
 
@@ -92,6 +59,8 @@ def attention(
       values_JSH: values, same layout.
       mask_BRS: True where a row may read a slot; every row reads at least one.
       execution: how scores are computed here.
+      scale: what scores are multiplied by; `H**-0.5` by default.
+      cap: the largest score, see `soft_cap`.
 
     Returns:
       `[B, R, K*G*H]`.
@@ -100,7 +69,8 @@ def attention(
     q_JrH = q_BRKGH.swapaxes(1, 2).reshape(B * K, R * G, H)
     batch = ((0,), (0,))
     scores_JrS = _scores(q_JrH, keys_JSH, execution)
-    scores_BKRGS = scores_JrS.reshape(B, K, R, G, -1) * H**-0.5
+    scale = H**-0.5 if scale is None else scale
+    scores_BKRGS = soft_cap(scores_JrS.reshape(B, K, R, G, -1) * scale, cap)
     # A finite floor: a slot that is not written yet can never make a NaN.
     floor = jnp.finfo(jnp.float32).min
     masked = jnp.where(mask_BRS[:, None, :, None], scores_BKRGS, floor)
@@ -143,6 +113,28 @@ def argmax(x: jax.Array) -> jax.Array:
     return best * group + jnp.argmax(inside, axis=-1)
 
 
-def gated_product(gate_up: jax.Array) -> jax.Array:
-    """SiLU-gated product of an MLP's halves: `[..., 2, F] -> [..., F]`."""
-    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Bends values smoothly into -cap..cap (Gemma 2); None leaves them."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def gated_product(gate_up: jax.Array, activation: str = "silu") -> jax.Array:
+    """Activated product of an MLP's halves: `[..., 2, F] -> [..., F]`."""
+    return ACTIVATIONS[activation](gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+def chosen_experts(logits: jax.Array, count: int, renormalise: bool) -> jax.Array:
+    """Weight of every expert, zero outside the `count` likeliest: `[..., E]`, f32.
+
+    Args:
+      logits: of the router, `[..., E]`.
+      count: experts a token has.
+      renormalise: whether the chosen ones' weights sum to one; else they are their
+        parts of the softmax over all experts.
+    """
+    chances = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    best, ids = lax.top_k(chances, count)
+    if renormalise:
+        best /= jnp.sum(best, axis=-1, keepdims=True)
+    is_chosen = jax.nn.one_hot(ids, logits.shape[-1], dtype=jnp.float32)
+    return jnp.sum(is_chosen * best[..., None], axis=-2)

@@ -3,8 +3,9 @@
 Slow stream: h[0] = embed(token), h[l+1] = block_l(h[l]), the frozen model. Accelerated
 stream: p[0] = h[0] + carry, and p[l+1] = block_l(p[l]) through the same weights plus
 `(x A) B` on q, o, gate, up and down (arXiv 2502.02040; the carry, the exit maps and the
-choice of weights are ours). It has queries only: keys and values are the slow stream's,
-same layer, positions up to its own, so it adds nothing to the cache.
+choice of weights are ours; in mixtures of experts on q and o only). It has queries
+only: keys and values are the slow stream's, same layer, positions up to its own, so it
+adds nothing to the cache.
 
 The carry is the final state of the token before: a map of it enters the stream where it
 starts and again where it ends. The model already said there what comes now, which the
@@ -105,13 +106,9 @@ class Accelerators(nn.Module):
     def __call__(self) -> dict:
         D, F = self.config.width, self.config.hidden_width
         heads = self.config.num_heads * self.config.head_dim
-        sizes = {
-            "q": (D, heads),
-            "o": (heads, D),
-            "gate": (D, F),
-            "up": (D, F),
-            "down": (F, D),
-        }
+        sizes = {"q": (D, heads), "o": (heads, D)}
+        if self.config.experts is None:
+            sizes.update({"gate": (D, F), "up": (D, F), "down": (F, D)})
         rank, exits = self.multirate.rank, self.multirate.exits
         zeros = nn.initializers.zeros
         tree = {
@@ -248,7 +245,9 @@ def accelerated(
         if name == "gate_up":
             halves = [low_rank(pairs[half], fast_BTI) for half in ("gate", "up")]
             return product.at[:, slow:].add(jnp.stack(halves, axis=-2))
-        pair = pairs["o" if name == "out" else "down"]
+        pair = pairs.get("o" if name == "out" else name)
+        if pair is None:
+            return product
         return product.at[:, slow:].add(low_rank(pair, fast_BTI))
 
     return project

@@ -22,6 +22,8 @@ RULES: dict[str, str | None] = {
     "group": None,
     "head": None,
     "halves": None,
+    "experts": None,
+    "gate": None,
     "slots": None,
     "layers": None,
     "width": None,

@@ -19,6 +19,7 @@ from jax import lax
 from m2r2_jax.models import layers
 from m2r2_jax.models.cache import KVCache, cache_layout
 from m2r2_jax.models.config import Decoder, ModelConfig
+from m2r2_jax.models.rotary import rotary_turns, rotate
 from m2r2_jax.ops.products import linear
 
 
@@ -36,28 +37,90 @@ class WeightSpec:
 def weight_specs(config: ModelConfig) -> dict:
     """The one description of the parameter tree; blocks without the layer axis.
 
-    Loading, initialisation and sharding all read it. `qkv` holds, for each key/value
-    head, its G query heads, then the key, then the value: one product, and a split
-    over heads keeps a group together. `gate_up` holds both halves of the MLP.
+    Loading, initialisation and sharding all read it.
     """
-    V, D, F = config.vocab_size, config.width, config.hidden_width
-    K, G, H = config.num_kv_heads, config.queries_per_kv, config.head_dim
-    ones = nn.initializers.ones
+    V, D = config.vocab_size, config.width
     specs = {
         "embed": WeightSpec((V, D), ("vocab", "width")),
         "blocks": {
-            "attention_norm": WeightSpec((D,), ("width",), ones),
-            "qkv": WeightSpec((K, G + 2, H, D), ("kv_heads", "group", "head", "width")),
-            "out": WeightSpec((D, K * G * H), ("width", "heads")),
-            "mlp_norm": WeightSpec((D,), ("width",), ones),
-            "gate_up": WeightSpec((2, F, D), ("halves", "hidden", "width")),
-            "down": WeightSpec((D, F), ("width", "hidden")),
+            **_norm_specs(config),
+            **_attention_specs(config),
+            **(_mlp_specs(config) if config.experts is None else _expert_specs(config)),
         },
-        "final_norm": WeightSpec((D,), ("width",), ones),
+        "final_norm": _norm_of_width(config),
     }
+    specs["blocks"].update(_bias_specs(config, specs["blocks"]))
     if not config.tied_head:
         specs["head"] = WeightSpec((V, D), ("vocab", "width"))
     return specs
+
+
+def _norm_of_width(config: ModelConfig) -> WeightSpec:
+    return WeightSpec((config.width,), ("width",), nn.initializers.ones)
+
+
+def _norm_specs(config: ModelConfig) -> dict[str, WeightSpec]:
+    """Norms before and after attention and MLP."""
+    ends = {"before": ("",), "after": ("_out",), "both": ("", "_out")}[config.norms]
+    parts = ("attention", "mlp")
+    return {
+        f"{part}{end}_norm": _norm_of_width(config) for part in parts for end in ends
+    }
+
+
+def _attention_specs(config: ModelConfig) -> dict[str, WeightSpec]:
+    """`qkv` holds, for each key/value head, its G query heads, then the key, then the
+    value: one product, and a split over heads keeps a group together.
+    """
+    D, H = config.width, config.head_dim
+    K, G = config.num_kv_heads, config.queries_per_kv
+    heads = ("kv_heads", "group", "head")
+    specs = {
+        "qkv": WeightSpec((K, G + 2, H, D), (*heads, "width")),
+        "out": WeightSpec((D, K * G * H), ("width", "heads")),
+    }
+    ones = nn.initializers.ones
+    if config.qk_norm == "head":
+        specs["q_norm"] = specs["k_norm"] = WeightSpec((H,), ("head",), ones)
+    if config.qk_norm == "projection":
+        specs["q_norm"] = WeightSpec((K, G, H), heads, ones)
+        specs["k_norm"] = WeightSpec((K, 1, H), heads, ones)
+    return specs
+
+
+def _mlp_specs(config: ModelConfig) -> dict[str, WeightSpec]:
+    """`gate_up` holds both halves of the MLP."""
+    D, F = config.width, config.hidden_width
+    return {
+        "gate_up": WeightSpec((2, F, D), ("halves", "hidden", "width")),
+        "down": WeightSpec((D, F), ("width", "hidden")),
+    }
+
+
+def _expert_specs(config: ModelConfig) -> dict[str, WeightSpec]:
+    """A mixture's router and experts; `experts_down` sums over experts and widths."""
+    D, F = config.width, config.hidden_width
+    E, shared = config.experts.count, config.experts.shared_width
+    halves = ("halves", "hidden", "width")
+    specs = {
+        "router": WeightSpec((E, D), ("experts", "width")),
+        "experts_gate_up": WeightSpec((E, 2, F, D), ("experts", *halves)),
+        "experts_down": WeightSpec((D, E, F), ("width", "experts", "hidden")),
+    }
+    if shared:
+        specs["shared_gate_up"] = WeightSpec((2, shared, D), halves)
+        specs["shared_down"] = WeightSpec((D, shared), ("width", "hidden"))
+        specs["shared_gate"] = WeightSpec((1, D), ("gate", "width"))
+    return specs
+
+
+def _bias_specs(config: ModelConfig, specs: dict) -> dict[str, WeightSpec]:
+    """What the products that have a bias add: a weight's shape without its inputs."""
+    zeros = nn.initializers.zeros
+    return {
+        f"{name}_bias": WeightSpec(specs[name].shape[:-1], specs[name].axes[:-1], zeros)
+        for name in config.biases
+    }
 
 
 class Blocks(nn.Module):
@@ -122,18 +185,62 @@ def like_matrices(params: dict, tree):
 
 
 @struct.dataclass
-class Rows:
-    """Where the rows of one pass stand and what they see.
+class View:
+    """Where the rows of one pass stand, and what they see in layers of one kind.
 
     Attributes:
       turns: cosines and sines of the rotary angles, `[B, R, H/2]` each.
       mask: `bool[B, R, S]`, the cache slots (or, uncached, the rows) a row may read.
-      slow: how many leading rows are slow ones, whose keys and values are kept.
     """
 
     turns: tuple[jax.Array, jax.Array]
     mask: jax.Array
+
+
+@struct.dataclass
+class Rows:
+    """The rows of one pass.
+
+    Attributes:
+      views: one for each of the config's `layer_kinds`.
+      slow: how many leading rows are slow ones, whose keys and values are kept.
+    """
+
+    views: tuple[View, ...]
     slow: int = struct.field(pytree_node=False)
+
+    def view(self, config: ModelConfig, layer) -> View:
+        """What is seen in a layer, whose index may be traced."""
+        if len(self.views) == 1:
+            return self.views[0]
+        if isinstance(layer, int):
+            return self.views[config.kind_of_layer[layer]]
+        kind = jnp.asarray(config.kind_of_layer)[layer]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves)[kind], *self.views)
+
+
+def rows_at(
+    config: ModelConfig,
+    position_BR: jax.Array,
+    slot_position_BS: jax.Array,
+    sees_BRS: jax.Array,
+) -> Rows:
+    """Slow rows at these positions.
+
+    Args:
+      config: the model.
+      position_BR: of the rows.
+      slot_position_BS: of what the slots hold.
+      sees_BRS: which slots each row may read where no window is in the way.
+    """
+    views = []
+    for kind in config.layer_kinds:
+        mask_BRS = sees_BRS
+        if kind.window:
+            distance_BRS = position_BR[:, :, None] - slot_position_BS[:, None]
+            mask_BRS = sees_BRS & (distance_BRS < kind.window)
+        views.append(View(rotary_turns(position_BR, kind.rope), mask_BRS))
+    return Rows(tuple(views), position_BR.shape[1])
 
 
 def cached_rows(
@@ -148,29 +255,24 @@ def cached_rows(
       mask_TT: which of the T rows each row may read; all committed slots are read.
     """
     positions_BT = cache.length[:, None] + offset_T
-    relative_BS = jnp.arange(cache.capacity) - cache.length[:, None]
+    slot_S = jnp.arange(cache.capacity)
+    relative_BS = slot_S - cache.length[:, None]
     is_new_BTS = (relative_BS[:, None, :, None] == jnp.arange(len(offset_T))).astype(
         jnp.bool_
     )
     sees_new_BTS = jnp.any(is_new_BTS & mask_TT[None, :, None, :], axis=-1)
     mask_BTS = (relative_BS < 0)[:, None] | sees_new_BTS
-    return Rows(rotary_turns(config, positions_BT), mask_BTS, len(offset_T))
-
-
-def rotary_turns(config: ModelConfig, positions: jax.Array):
-    """What queries and keys of these positions are turned by; see `layers`."""
-    return layers.rotary_turns(
-        positions, config.head_dim, config.rope_theta, config.context_length
-    )
+    # A committed slot holds its own position, a new row's that of the row.
+    row_BS = jnp.clip(relative_BS, 0, len(offset_T) - 1)
+    new_BS = cache.length[:, None] + jnp.asarray(offset_T)[row_BS]
+    slot_position_BS = jnp.where(relative_BS < 0, slot_S, new_BS)
+    return rows_at(config, positions_BT, slot_position_BS, mask_BTS)
 
 
 def with_fast_rows(rows: Rows) -> Rows:
     """The same rows again as fast ones, which see exactly what their slow twins see."""
-    return Rows(
-        tuple(jnp.concatenate([turn] * 2, axis=1) for turn in rows.turns),
-        jnp.concatenate([rows.mask] * 2, axis=1),
-        rows.slow,
-    )
+    twice = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * 2, axis=1), rows.views)
+    return rows.replace(views=twice)
 
 
 def block(
@@ -182,7 +284,7 @@ def block(
     layer,
     project: Callable | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """One pre-norm decoder block.
+    """One decoder block: what attention, then the MLP, add to the residual stream.
 
     Every row goes through each weight in the same product, slow and fast alike, so
     a weight is read once. Fast rows have queries only: they read what slow rows wrote.
@@ -200,31 +302,107 @@ def block(
     Returns:
       The residual stream after the block, and the cache.
     """
-    G, epsilon = decoder.config.queries_per_kv, decoder.config.norm_epsilon
+    config = decoder.config
 
     def multiply(name: str, x: jax.Array) -> jax.Array:
         if project is None:
-            return linear(x, weights[name], decoder.execution)
-        return project(layer, name, x, weights[name])
+            product = linear(x, weights[name], decoder.execution)
+        else:
+            product = project(layer, name, x, weights[name])
+        return product + weights[f"{name}_bias"] if name in config.biases else product
 
-    normed = layers.rms_norm(x_BRD, weights["attention_norm"], epsilon)
-    qkv_BRKgH = multiply("qkv", normed)
-    q_BRKGH = layers.rotate(qkv_BRKgH[..., :G, :], rows.turns)
+    def norm(name: str, x: jax.Array) -> jax.Array:
+        if name not in weights:
+            return x
+        return layers.rms_norm(x, weights[name], config.norm_epsilon)
+
+    def add(x_BRD: jax.Array, part: str, added: jax.Array) -> jax.Array:
+        added = norm(f"{part}_out_norm", added)
+        if config.residual_multiplier != 1:
+            added = added * config.residual_multiplier
+        return x_BRD + added
+
+    normed = norm("attention_norm", x_BRD)
+    mixed, cache = _attend(decoder, multiply, norm, normed, rows, cache, layer)
+    x_BRD = add(x_BRD, "attention", mixed)
+    mlp = _mlp if config.experts is None else _mixture
+    added = mlp(decoder, weights, multiply, norm("mlp_norm", x_BRD))
+    return add(x_BRD, "mlp", added), cache
+
+
+def _attend(
+    decoder: Decoder,
+    multiply: Callable,
+    norm: Callable,
+    normed_BRD: jax.Array,
+    rows: Rows,
+    cache: KVCache | None,
+    layer,
+) -> tuple[jax.Array, KVCache | None]:
+    """The attention part of a block, and the cache with the slow rows in it."""
+    config, G = decoder.config, decoder.config.queries_per_kv
+    view = rows.view(config, layer)
+    qkv_BRKgH = multiply("qkv", normed_BRD)
+    q_BRKGH = rotate(norm("q_norm", qkv_BRKgH[..., :G, :]), view.turns)
     slow_BTKgH = qkv_BRKgH[:, : rows.slow]
-    slow_turns = tuple(turn[:, : rows.slow] for turn in rows.turns)
-    k_BTKH = layers.rotate(slow_BTKgH[..., G : G + 1, :], slow_turns)
-    k_BTKH, v_BTKH = k_BTKH[..., 0, :], slow_BTKgH[..., G + 1, :]
+    slow_turns = tuple(turn[:, : rows.slow] for turn in view.turns)
+    k_BTK1H = norm("k_norm", slow_BTKgH[..., G : G + 1, :])
+    k_BTKH = rotate(k_BTK1H, slow_turns)[..., 0, :]
+    v_BTKH = slow_BTKgH[..., G + 1, :]
     if cache is None:
         keys, values = cache_layout(k_BTKH), cache_layout(v_BTKH)
     else:
         cache = cache.append(layer, k_BTKH, v_BTKH)
         keys, values = cache.read(layer)
-    mixed = layers.attention(q_BRKGH, keys, values, rows.mask, decoder.execution)
-    x_BRD = x_BRD + multiply("out", mixed)
-    normed = layers.rms_norm(x_BRD, weights["mlp_norm"], epsilon)
-    gate_up = multiply("gate_up", normed)
-    gated = layers.gated_product(gate_up)
-    return x_BRD + multiply("down", gated), cache
+    mixed = layers.attention(
+        q_BRKGH,
+        keys,
+        values,
+        view.mask,
+        decoder.execution,
+        config.attention_scale,
+        config.attention_cap,
+    )
+    return multiply("out", mixed), cache
+
+
+def _mlp(
+    decoder: Decoder, weights: dict, multiply: Callable, normed_BRD: jax.Array
+) -> jax.Array:
+    """The dense MLP part of a block."""
+    del weights
+    gate_up = multiply("gate_up", normed_BRD)
+    gated = layers.gated_product(gate_up, decoder.config.activation)
+    return multiply("down", gated)
+
+
+def _mixture(
+    decoder: Decoder, weights: dict, multiply: Callable, normed_BRD: jax.Array
+) -> jax.Array:
+    """A mixture of experts as MLP part: every expert runs, the chosen ones count."""
+    experts, activation = decoder.config.experts, decoder.config.activation
+    # In f32 whatever the weights' dtype: near-ties decide which experts run.
+    router = weights["router"].astype(jnp.float32)
+    logits_BRE = linear(normed_BRD.astype(jnp.float32), router, decoder.execution)
+    chosen_BRE = layers.chosen_experts(
+        logits_BRE, experts.per_token, experts.renormalise
+    )
+    gated_BREF = layers.gated_product(
+        multiply("experts_gate_up", normed_BRD), activation
+    )
+    weight_BRE1 = chosen_BRE[..., None].astype(gated_BREF.dtype)
+    # What is not chosen may have overflowed, and infinity times zero is no number.
+    gated_BREF = jnp.where(weight_BRE1 > 0, gated_BREF * weight_BRE1, 0)
+    flat = weights["experts_down"].reshape(decoder.config.width, -1)
+    gated = gated_BREF.reshape(*normed_BRD.shape[:2], -1)
+    mixed_BRD = linear(gated, flat, decoder.execution)
+    if experts.shared_width:
+        shared = layers.gated_product(
+            multiply("shared_gate_up", normed_BRD), activation
+        )
+        gate = jax.nn.sigmoid(multiply("shared_gate", normed_BRD))
+        mixed_BRD += gate * multiply("shared_down", shared)
+    return mixed_BRD
 
 
 def run_layers(
@@ -254,9 +432,12 @@ def run_layers(
     return lax.scan(step, (x_BRD, cache), jnp.arange(lo, hi))[0]
 
 
-def embed(params: dict, tokens: jax.Array) -> jax.Array:
+def embed(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
     """Residual stream at depth 0: `int[...] -> [..., D]`."""
-    return params["embed"][tokens]
+    embedded = params["embed"][tokens]
+    if config.embed_multiplier != 1:
+        embedded *= jnp.asarray(config.embed_multiplier, embedded.dtype)
+    return embedded
 
 
 def final_norm(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
@@ -268,21 +449,36 @@ def unembed(decoder: Decoder, params: dict, normed: jax.Array) -> jax.Array:
     """Logits over the full vocabulary, f32: `[..., D] -> [..., V]`.
 
     They never pass through bf16, which would round those of 16 and more to eighths.
+    Ids without a text have -inf: nothing chooses them.
     """
+    config = decoder.config
     head = params.get("head", params["embed"])
-    return linear(normed, head, decoder.execution, jnp.float32)
+    product = linear(normed, head, decoder.execution, jnp.float32)
+    logits = finished_logits(product, config.logit_multiplier, config.logit_cap)
+    if config.decodable is None or config.decodable >= config.vocab_size:
+        return logits
+    return jnp.where(jnp.arange(config.vocab_size) < config.decodable, logits, -jnp.inf)
+
+
+def finished_logits(
+    product: jax.Array, multiplier: float, cap: float | None
+) -> jax.Array:
+    """Logits from a head's product, over the whole vocabulary or a part of it."""
+    if multiplier != 1:
+        product = product * multiplier
+    return layers.soft_cap(product, cap)
 
 
 def forward(decoder: Decoder, params: dict, tokens_BT: jax.Array) -> jax.Array:
     """Logits `[B, T, V]` of whole sequences, causal, without a cache."""
     config, T = decoder.config, tokens_BT.shape[1]
-    turns = rotary_turns(config, jnp.arange(T)[None])
-    rows = Rows(turns, jnp.tril(jnp.ones((1, T, T), jnp.bool_)), T)
+    position_1T = jnp.arange(T)[None]
+    causal_1TT = jnp.tril(jnp.ones((1, T, T), jnp.bool_))
     x_BTD, _ = run_layers(
         decoder,
         params["blocks"],
-        embed(params, tokens_BT),
-        rows,
+        embed(config, params, tokens_BT),
+        rows_at(config, position_1T, position_1T, causal_1TT),
         None,
         0,
         config.num_layers,

@@ -33,8 +33,8 @@ def packed_rows(config: ModelConfig, segment_BT, position_BT) -> transformer.Row
     same_BTT = segment_BT[:, :, None] == segment_BT[:, None, :]
     sees_BTT = same_BTT | (segment_BT[:, None, :] == OPENING)
     causal_TT = jnp.tril(jnp.ones((T, T), jnp.bool_))
-    turns = transformer.rotary_turns(config, position_BT)
-    return transformer.Rows(turns, sees_BTT & causal_TT, T)
+    sees_BTT &= causal_TT
+    return transformer.rows_at(config, position_BT, position_BT, sees_BTT)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -43,7 +43,7 @@ def label(
 ) -> tuple[jax.Array, jax.Array]:
     """Normalised final states (bf16 `[B, T, D]`) and arg-max ids (`[B, T]`)."""
     rows = packed_rows(config, segment_BT, position_BT)
-    x_BTD = transformer.embed(params, tokens_BT)
+    x_BTD = transformer.embed(config, params, tokens_BT)
     decoder = Decoder(config)
     x_BTD, _ = transformer.run_layers(
         decoder, params["blocks"], x_BTD, rows, None, 0, config.num_layers

@@ -17,7 +17,6 @@ from flax import struct
 from jax import lax
 
 from m2r2_jax.drafters.draft_head import DraftHead
-from m2r2_jax.ops.products import linear
 
 _TOKENS_PER_PIECE = 512
 _PARTS = ("divergence", "refused", "distance", "agreement")
@@ -121,8 +120,8 @@ def _piece_losses(weights, head, states_EBtD, teacher_BtD, argmax_Bt, trained_Bt
     """Sums over the trained tokens of a piece: losses `[E]`, and their parts."""
     overlap, alignment = weights
     teacher_BtD = teacher_BtD.astype(jnp.float32)
-    target_BtH = jax.nn.log_softmax(linear(teacher_BtD, head.weight))
-    logits_EBtH = linear(states_EBtD, head.weight)
+    target_BtH = jax.nn.log_softmax(head.logits(teacher_BtD))
+    logits_EBtH = head.logits(states_EBtD)
     draft_EBtH = jax.nn.log_softmax(logits_EBtH)
     p_BtH = jnp.exp(target_BtH)
     divergence_EBt = jnp.sum(p_BtH * (target_BtH - draft_EBtH), axis=-1)

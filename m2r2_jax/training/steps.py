@@ -24,7 +24,6 @@ from m2r2_jax.models.cache import init_cache
 from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.models.layers import argmax
 from m2r2_jax.models.multirate import MultiRateConfig
-from m2r2_jax.ops.products import linear
 from m2r2_jax.training.labels import packed_rows
 from m2r2_jax.training.losses import Batch, draft_losses
 from m2r2_jax.training.packing import PADDING
@@ -171,7 +170,7 @@ def acceptance_counts(
     alive_BT = batch.trained
     counts = [jnp.sum(alive_BT)]
     for step, state_BTD in enumerate(exits):
-        drafted_BT = head.ids[argmax(linear(state_BTD, head.weight))]
+        drafted_BT = head.ids[argmax(head.logits(state_BTD))]
         right_BT = (drafted_BT == batch.argmax) & batch.trained
         # The chain that began `step` tokens earlier is judged here.
         alive_BT = right_BT & (alive_BT if step == 0 else previous(batch, alive_BT))
@@ -244,7 +243,7 @@ def slow_exits(config, rates, params, batch: Batch) -> list[jax.Array]:
 def _slow_stream(config, rates, params, batch, rows):
     """h at every interval's start and at the end, and the slow keys and values."""
     B, T = batch.tokens.shape
-    x_BTD = transformer.embed(params, batch.tokens)
+    x_BTD = transformer.embed(config, params, batch.tokens)
     unrolled = isinstance(params["blocks"], tuple)
     cache = init_cache(config, B, T, x_BTD.dtype, unrolled=unrolled)
     starts = []
