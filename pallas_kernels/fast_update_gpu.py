@@ -1,0 +1,6 @@
+class Config:
+    pass
+
+
+def run(*a, **k):
+    raise NotImplementedError("x")
