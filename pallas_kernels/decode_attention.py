@@ -44,7 +44,8 @@ def decode_attention(
     Args:
       q_BRKGH: 1..128 queries, rotated, grouped by the head they read.
       keys_JSH: keys in the cache's layout.
-      values_JSH: values, likewise; slots that no row reads may hold anything.
+      values_JSH: values, likewise. Slots outside `start..stop` may hold anything;
+        those inside that a row does not read are multiplied by 0, so must be finite.
       mask_BRS: bool, True where a row may read a slot. A row that reads none gets 0.
       start_B: first slot that any row reads; 0 by default.
       stop_B: one past the last; S by default.
@@ -95,22 +96,17 @@ def reference(
     reads = reads_BRS[:, None, :, None]
     weights = jnp.where(reads, jax.nn.softmax(scores, where=reads, axis=-1), 0)
     # A weight of 0 does not silence a NaN of a slot that nobody wrote.
-    read_BS = reads_BRS.any(1)[:, None, :, None]
-    values_BKSH = jnp.where(read_BS, values_BKSH, 0)
+    values_BKSH = jnp.where(inside_BS[:, None, :, None], values_BKSH, 0)
     weights = weights.astype(values_BKSH.dtype)
     out = _product(weights, values_BKSH, "bkrgs,bksh->brkgh")
     return out.reshape(B, R, K * G * H).astype(q_BRKGH.dtype)
 
 
 def _product(left: jax.Array, right: jax.Array, letters: str) -> jax.Array:
-    """A product in the right's dtype, summed in f32."""
-    return jnp.einsum(
-        letters,
-        left.astype(right.dtype),
-        right,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    """A product of operands in the right's dtype, summed in f32."""
+    # XLA's CPU backend has no batched product of bf16 with f32 sums.
+    operands = (x.astype(right.dtype).astype(jnp.float32) for x in (left, right))
+    return jnp.einsum(letters, *operands, precision=lax.Precision.HIGHEST)
 
 
 def _validate(q_BRKGH, keys_JSH, values_JSH, mask_BRS) -> None:
