@@ -22,8 +22,11 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import jax
 from jax.experimental import topologies
 
-# Published peaks of one chip: bf16 operations and bytes of HBM per second.
-PEAKS = {"v5e": (197e12, 819e9), "v6e": (918e12, 1640e9)}
+# Published peaks of one chip: bf16 operations and bytes of HBM, per second.
+PEAKS = {
+    "v5e": {"flops": 197e12, "bytes": 819e9},
+    "v6e": {"flops": 918e12, "bytes": 1640e9},
+}
 _CUSTOM_CALL = 'custom_call_target="tpu_custom_call"'
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
 _SOURCE_TABLES = re.compile(
@@ -98,27 +101,31 @@ def _without_lines() -> Iterator[None]:
 
 
 def facts(compiled) -> dict:
-    """Memory, work and identity of a compiled program."""
-    memory, cost, hlo = (
-        compiled.memory_analysis(),
-        compiled.cost_analysis(),
-        compiled.as_text(),
-    )
+    """Memory, work and identity of a compiled program.
+
+    What is read from its HLO is None where this jaxlib cannot print it: libtpu may be
+    newer.
+    """
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     flops, moved = cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
+    try:
+        hlo = compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        hlo = None
     return {
-        "tpu_custom_calls": hlo.count(_CUSTOM_CALL),
+        "tpu_custom_calls": hlo and hlo.count(_CUSTOM_CALL),
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
-        "copied_bytes": copied_bytes(hlo),
+        "copied_bytes": hlo and copied_bytes(hlo),
         "flops": flops,
         "bytes_accessed": moved,
         "roofline_seconds": {
-            chip: max(flops / peak, moved / bandwidth)
-            for chip, (peak, bandwidth) in PEAKS.items()
+            chip: max(flops / peak["flops"], moved / peak["bytes"])
+            for chip, peak in PEAKS.items()
         },
-        "fingerprint": fingerprint(hlo),
+        "fingerprint": hlo and fingerprint(hlo),
     }
 
 

@@ -18,11 +18,13 @@ from m2r2_jax.drafters.draft_head import draft_head
 from m2r2_jax.models.cache import init_cache
 from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.models.multirate import MultiRateConfig, init_accelerators
-from m2r2_jax.models.transformer import init_params
+from m2r2_jax.models.transformer import init_params, like_matrices
 from m2r2_jax.training.losses import Batch
 from m2r2_jax.training.steps import TrainConfig, init_state, train_step
 
 _DTYPE = jnp.bfloat16
+# The blocks' matrices, which alone are narrow in training.
+_MATRICES = ("qkv", "out", "gate_up", "down")
 _SLOTS, _HEAD_IDS = 4096, 16_384
 _DRAFTS, _RATES = 4, MultiRateConfig(exit_layer=2, rank=64)
 _BATCH, _TOKENS = 8, 1024
@@ -86,8 +88,10 @@ def _train_step(config: ModelConfig) -> Program:
     def lower(given):
         return train_step.lower(config, _RATES, train, *given)
 
-    head = _stream(config)["head"]
-    given = _model(config), head, *jax.eval_shape(arguments)
+    # The stream is f32: the teacher's states enter it so.
+    params = _model(config, jnp.float32)
+    head = jax.eval_shape(lambda p: draft_head(p, jnp.arange(_HEAD_IDS)), params)
+    given = params, head, *jax.eval_shape(arguments)
     name = f"{config.name} training step, {_BATCH} x {_TOKENS} tokens"
     return Program(name, lower, given)
 
@@ -96,9 +100,7 @@ def _state(config: ModelConfig, drafter: Drafter) -> DecodeState:
     """The state of one conversation, as `Engine.begin` makes it."""
     params = [SamplingParams()]
     history_BS = jnp.zeros((1, _SLOTS), jnp.int32)
-    carried = (
-        () if isinstance(drafter, NoDrafts) else jnp.zeros((1, config.width), _DTYPE)
-    )
+    has_carry = isinstance(drafter, MultiRateChain)
     return DecodeState(
         cache=init_cache(config, 1, _SLOTS, _DTYPE, unrolled=False),
         history=history_BS,
@@ -110,33 +112,27 @@ def _state(config: ModelConfig, drafter: Drafter) -> DecodeState:
         scored=jnp.zeros((), bool),
         scores=jnp.zeros(history_BS.shape),
         trace=Trace.empty(*history_BS.shape),
-        drafter=carried,
+        drafter=jnp.zeros((1, config.width), _DTYPE) if has_carry else (),
     )
 
 
-def _model(config: ModelConfig) -> dict:
-    """Abstract parameters, stacked over layers."""
-    return _cast(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
+def _model(config: ModelConfig, stream_dtype=_DTYPE) -> dict:
+    """Abstract parameters, stacked over layers, matrices in bf16."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+    def cast(path, leaf):
+        is_matrix = path[-1].key in _MATRICES
+        return jax.ShapeDtypeStruct(leaf.shape, _DTYPE if is_matrix else stream_dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, shapes)
 
 
 def _stream(config: ModelConfig) -> dict:
     """Abstract parameters of the accelerated stream and its head."""
 
     def make(params):
+        accelerators = init_accelerators(config, _RATES, jax.random.key(0))
         head = draft_head(params, jnp.arange(_HEAD_IDS))
-        return {
-            "accelerators": init_accelerators(config, _RATES, jax.random.key(0)),
-            "head": head,
-        }
+        return {"accelerators": like_matrices(params, accelerators), "head": head}
 
-    return _cast(jax.eval_shape(make, _model(config)))
-
-
-def _cast(tree):
-    """The tree with its floats in the programs' dtype."""
-
-    def leaf(array):
-        floating = jnp.issubdtype(array.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(array.shape, _DTYPE if floating else array.dtype)
-
-    return jax.tree.map(leaf, tree)
+    return jax.eval_shape(make, _model(config))

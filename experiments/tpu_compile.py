@@ -126,18 +126,24 @@ def _tpu_line(row: dict, chips: list[str], width: int) -> str:
     if row["error"]:
         cells = [row["program"], _cell(row["error"])] + ["-"] * (width - 2)
         return "| " + " | ".join(cells) + " |"
-    sizes = (row[f"{name}_bytes"] / 1e6 for name in ("argument", "temp", "copied"))
     cells = [
         row["program"],
         "compiled",
-        str(row["tpu_custom_calls"]),
-        *(f"{size:.2f}" for size in sizes),
-        f"{row['flops'] / 1e9:.3f}",
-        f"{row['bytes_accessed'] / 1e6:.2f}",
-        *(f"{row['roofline_seconds'][chip] * 1e6:.1f}" for chip in chips),
-        row["fingerprint"][:8],
+        _number(row["tpu_custom_calls"], 1, 0),
+        *(
+            _number(row[f"{size}_bytes"], 1e6, 2)
+            for size in ("argument", "temp", "copied")
+        ),
+        _number(row["flops"], 1e9, 3),
+        _number(row["bytes_accessed"], 1e6, 2),
+        *(_number(row["roofline_seconds"][chip], 1e-6, 1) for chip in chips),
+        (row["fingerprint"] or "-")[:8],
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None, unit: float, digits: int) -> str:
+    return "-" if value is None else f"{value / unit:.{digits}f}"
 
 
 def _cell(text: str) -> str:

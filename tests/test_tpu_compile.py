@@ -13,6 +13,7 @@ from experiments.kernel_shapes import (
     attention_call,
     update_call,
 )
+from experiments.model_programs import model_programs
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -88,3 +89,11 @@ def test_copies_and_fingerprints_are_read_from_hlo():
     assert len({compiled.fingerprint(text) for text in texts}) == 1
     other = texts[0].replace("bf16", "f32")
     assert compiled.fingerprint(other) != compiled.fingerprint(texts[0])
+
+
+def test_whole_programs_lower_without_weights():
+    programs = model_programs()
+    assert len({program.name for program in programs}) == len(programs)
+    for program in programs:
+        if "8B" not in program.name:
+            program.lower(program.arguments)
