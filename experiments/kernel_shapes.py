@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from m2r2_jax.models.config import ModelConfig
 from pallas_kernels import LowRank, QTensor, decode_attention, fast_update
@@ -38,31 +39,60 @@ _SLOTS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """One call of a kernel.
+    """One call of a kernel; half of the rows are slow ones.
 
     Attributes:
-      kernel: its name.
+      kernel: the public function.
       model: whose shapes they are.
       place: which product of a block, or "attention".
-      dtype: of rows and cache.
       weight: dtype of the weight or of the cache.
       rows: slow and fast ones together.
-      function: `(arguments, implementation) -> array`.
       arguments: a pytree of abstract arrays.
     """
 
-    kernel: str
+    kernel: Callable
     model: str
     place: str
-    dtype: str
     weight: str
     rows: int
-    function: Callable
     arguments: dict
 
     @property
     def name(self) -> str:
         return f"{self.model} {self.place}, {self.rows} rows, {self.weight}"
+
+    def run(self, implementation: str, arguments: dict) -> jax.Array:
+        """All rows in one call."""
+        slow = {"slow": self.rows // 2} if self.kernel is fast_update else {}
+        return self.kernel(**arguments, **slow, implementation=implementation)
+
+    def run_apart(self, arguments: dict) -> tuple[jax.Array, jax.Array]:
+        """Slow and fast rows in two passes of XLA's, the second behind the first."""
+        half = self.rows // 2
+        update = self.kernel is fast_update
+        plain = {k: v for k, v in arguments.items() if k != "accelerator"}
+        slow = self.kernel(
+            **_some_rows(plain, slice(half)),
+            **({"slow": half} if update else {}),
+            implementation="reference",
+        )
+        # Without it, XLA may make one product of both.
+        arguments, slow = lax.optimization_barrier((arguments, slow))
+        fast = self.kernel(
+            **_some_rows(arguments, slice(half, None)),
+            **({"slow": 0} if update else {}),
+            implementation="reference",
+        )
+        return slow, fast
+
+
+def _some_rows(arguments: dict, rows: slice) -> dict:
+    """The arguments with some of their rows only."""
+    axis = {"x_Ri": 0, "residual_Ro": 0, "q_BRKGH": 1, "mask_BRS": 1}
+    return {
+        name: leaf[(slice(None),) * axis[name] + (rows,)] if name in axis else leaf
+        for name, leaf in arguments.items()
+    }
 
 
 def kernel_calls(rows: int = 8) -> list[KernelCall]:
@@ -82,7 +112,7 @@ def kernel_calls(rows: int = 8) -> list[KernelCall]:
 def update_call(
     model: ModelConfig, place: str, rows: int, weight: str, dtype: str = ""
 ) -> KernelCall:
-    """The fused update of one of a block's products; half of the rows are fast."""
+    """The fused update of one of a block's products."""
     dtype = dtype or ("bfloat16" if weight == "int8" else weight)
     D, F, H = model.width, model.hidden_width, model.head_dim
     heads = model.num_heads * H
@@ -106,13 +136,7 @@ def update_call(
         arguments["norm_i"] = _array((width_in,), dtype)
     else:
         arguments["residual_Ro"] = _array((rows, width_out), dtype)
-
-    def function(arguments, implementation):
-        return fast_update(**arguments, slow=rows // 2, implementation=implementation)
-
-    return KernelCall(
-        "fast_update", model.name, place, dtype, weight, rows, function, arguments
-    )
+    return KernelCall(fast_update, model.name, place, weight, rows, arguments)
 
 
 def attention_call(
@@ -128,20 +152,7 @@ def attention_call(
         "start_B": _array((batch,), "int32"),
         "stop_B": _array((batch,), "int32"),
     }
-
-    def function(arguments, implementation):
-        return decode_attention(**arguments, implementation=implementation)
-
-    return KernelCall(
-        "decode_attention",
-        model.name,
-        "attention",
-        dtype,
-        dtype,
-        rows,
-        function,
-        arguments,
-    )
+    return KernelCall(decode_attention, model.name, "attention", dtype, rows, arguments)
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:

@@ -71,14 +71,14 @@ def kernel_programs(calls: list[KernelCall]) -> list[Program]:
     """The TPU kernels as programs of their own."""
     programs = []
     for call in calls:
-        function = functools.partial(call.function, implementation="tpu")
+        function = functools.partial(call.run, "tpu")
         programs.append(Program(call.name, jax.jit(function).lower, call.arguments))
     return programs
 
 
 def lower_for_gpu(call: KernelCall) -> dict:
     """Whether a kernel lowers for CUDA; a driver would go on from there."""
-    function = functools.partial(call.function, implementation="gpu")
+    function = functools.partial(call.run, "gpu")
     try:
         exported = jax.export.export(jax.jit(function), platforms=["cuda"])(
             call.arguments
