@@ -103,6 +103,14 @@ EXPERIMENTS = {
         "where a step and a round spend their time here",
         _run_of("experiments.profile"),
     ),
+    "tpu_compile": Experiment(
+        "kernels and programs through the TPU compiler, without a TPU",
+        _run_of("experiments.tpu_compile"),
+    ),
+    "kernels": Experiment(
+        "the kernels' times on the accelerator here",
+        _run_of("experiments.kernels"),
+    ),
     "sweep": Experiment(
         "exit depth, rank and head size, in one table", _run_of("experiments.sweep")
     ),

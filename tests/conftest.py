@@ -2,7 +2,12 @@
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
+
+# Before jax is imported: with libtpu installed, for its compiler, it would look for a
+# TPU first.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp

@@ -16,7 +16,9 @@ PACKAGES = (
     "m2r2_jax.text",
     "m2r2_jax.models",
     "m2r2_jax.ops",
+    "pallas_kernels",
 )
+TOPS = ("experiments", "m2r2_jax", "pallas_kernels")
 # Modules without imports of ours, which everybody may use.
 LEAVES = {"m2r2_jax.files", "m2r2_jax._version"}
 
@@ -35,8 +37,7 @@ def imported(path: Path) -> set[str]:
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
-    ours = ("m2r2_jax", "experiments")
-    return {name for name in names if name and name.split(".")[0] in ours}
+    return {name for name in names if name and name.split(".")[0] in TOPS}
 
 
 def is_module(name: str) -> bool:
@@ -47,7 +48,7 @@ def is_module(name: str) -> bool:
 def test_every_folder_of_modules_has_its_place_in_the_order():
     folders = {
         ".".join(path.parent.relative_to(ROOT).parts)
-        for top in ("m2r2_jax", "experiments")
+        for top in TOPS
         for path in (ROOT / top).rglob("*.py")
     }
     assert folders == set(PACKAGES)
@@ -55,7 +56,7 @@ def test_every_folder_of_modules_has_its_place_in_the_order():
 
 def test_imports_run_downwards():
     wrong, seen = [], 0
-    for top in ("m2r2_jax", "experiments"):
+    for top in TOPS:
         for path in (ROOT / top).rglob("*.py"):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             here = PACKAGES.index(package_of(module))
