@@ -72,6 +72,7 @@ def load(
     stream_dtype: jnp.dtype | None = None,
     mesh: Mesh | None = None,
     unrolled: bool | None = None,
+    kernels: str | None = None,
 ) -> Model:
     """Loads a model, tensor by tensor.
 
@@ -85,7 +86,9 @@ def load(
         bf16 units runs fastest in large batches.
       mesh: from `sharding.make_mesh`.
       unrolled: per-layer weights and an unrolled program, which is faster to run but
-        longer to compile; by default everywhere but on TPU.
+        longer to compile; by default everywhere but on TPU without kernels.
+      kernels: fused Pallas kernels for passes of few rows: "tpu" or "gpu"; see
+        `docs/kernels.md`. None leaves products to XLA.
 
     Raises:
       FileNotFoundError: no such file, or the default model cannot be fetched.
@@ -100,7 +103,9 @@ def load(
         )
     backend = jax.default_backend()
     dtype = dtype or (jnp.float32 if backend == "cpu" else jnp.bfloat16)
-    unrolled = backend != "tpu" if unrolled is None else unrolled
+    if unrolled is None:
+        # A layer sliced off a stack is copied before a kernel reads it.
+        unrolled = backend != "tpu" or kernels is not None
     file = GGUFFile(fetch.default_model_file() if path is None else path)
     name = fetch.DEFAULT_MODEL if path is None else file.path.stem
     config, vocabulary = describe(file)
@@ -114,7 +119,8 @@ def load(
         unrolled=unrolled,
         place=functools.partial(sharding.place, mesh),
     )
-    return Model(config, params, tokenizer, mesh, Execution.here())
+    execution = dataclasses.replace(Execution.here(), kernels=kernels)
+    return Model(config, params, tokenizer, mesh, execution)
 
 
 def _enable_compilation_cache() -> None:

@@ -15,7 +15,6 @@ first layers alone cannot know.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from flax import linen as nn
 
 from m2r2_jax.models.cache import KVCache
 from m2r2_jax.models.config import Decoder, ModelConfig
+from m2r2_jax.models.places import low_rank
 from m2r2_jax.models.transformer import (
     Rows,
     final_norm,
@@ -30,7 +30,7 @@ from m2r2_jax.models.transformer import (
     run_layers,
     with_fast_rows,
 )
-from m2r2_jax.ops.products import linear, matmul
+from m2r2_jax.ops.products import matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +135,6 @@ def init_accelerators(
     return Accelerators(config, multirate).init_with_output(key)[0]
 
 
-def low_rank(pair: dict, x: jax.Array) -> jax.Array:
-    """`(x A) B`: `[..., in] -> [..., out]`."""
-    return matmul(matmul(x, pair["down"]), pair["up"])
-
-
 def start(
     accelerators: dict, embedded_BTD: jax.Array, state_BTD: jax.Array
 ) -> jax.Array:
@@ -214,7 +209,6 @@ def run_both(
       h[X], p[X] and the cache. h and the cache are bitwise what they would be with
       any other accelerators in the same program (I2).
     """
-    slow, project = rows.slow, accelerated(decoder, accelerators["layers"], rows.slow)
     x_BRD, cache = run_layers(
         decoder,
         blocks,
@@ -223,31 +217,6 @@ def run_both(
         cache,
         0,
         exit_layer,
-        project,
+        accelerators["layers"],
     )
-    return x_BRD[:, :slow], x_BRD[:, slow:], cache
-
-
-def accelerated(
-    decoder: Decoder, accelerators: dict | tuple[dict, ...], slow: int
-) -> Callable:
-    """A block's `project` that adds the low-rank term to the rows behind `slow`."""
-
-    def project(layer, name: str, x_BRI: jax.Array, weight: jax.Array) -> jax.Array:
-        pairs = layer_weights(accelerators, layer)
-        product = linear(x_BRI, weight, decoder.execution)
-        fast_BTI = x_BRI[:, slow:]
-        if name == "qkv":
-            K, width, H = weight.shape[:3]
-            delta = low_rank(pairs["q"], fast_BTI)
-            delta = delta.reshape(*fast_BTI.shape[:2], K, width - 2, H)
-            return product.at[:, slow:, :, :-2].add(delta)
-        if name == "gate_up":
-            halves = [low_rank(pairs[half], fast_BTI) for half in ("gate", "up")]
-            return product.at[:, slow:].add(jnp.stack(halves, axis=-2))
-        pair = pairs.get("o" if name == "out" else name)
-        if pair is None:
-            return product
-        return product.at[:, slow:].add(low_rank(pair, fast_BTI))
-
-    return project
+    return x_BRD[:, : rows.slow], x_BRD[:, rows.slow :], cache

@@ -19,6 +19,7 @@ from jax import lax
 from m2r2_jax.models import layers
 from m2r2_jax.models.cache import KVCache, cache_layout
 from m2r2_jax.models.config import Decoder, ModelConfig
+from m2r2_jax.models.places import Places, places_of
 from m2r2_jax.models.rotary import rotary_turns, rotate
 from m2r2_jax.ops.products import linear
 
@@ -282,12 +283,11 @@ def block(
     rows: Rows,
     cache: KVCache | None,
     layer,
-    project: Callable | None = None,
+    pairs: dict | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """One decoder block: what attention, then the MLP, add to the residual stream.
 
-    Every row goes through each weight in the same product, slow and fast alike, so
-    a weight is read once. Fast rows have queries only: they read what slow rows wrote.
+    Fast rows have queries only: they read what slow rows wrote.
 
     Args:
       decoder: the model, and how it runs.
@@ -296,113 +296,75 @@ def block(
       rows: positions and masks.
       cache: slow rows are appended to it; None attends among the rows themselves.
       layer: index of the layer in the cache.
-      project: `(layer, name, x, weight) -> product`, where there are fast rows
-        (`multirate.accelerated`); else all rows are multiplied by the weight alone.
+      pairs: the layer's accelerators, where rows behind the slow ones are fast.
 
     Returns:
       The residual stream after the block, and the cache.
     """
-    config = decoder.config
-
-    def multiply(name: str, x: jax.Array) -> jax.Array:
-        if project is None:
-            product = linear(x, weights[name], decoder.execution)
-        else:
-            product = project(layer, name, x, weights[name])
-        return product + weights[f"{name}_bias"] if name in config.biases else product
-
-    def norm(name: str, x: jax.Array) -> jax.Array:
-        if name not in weights:
-            return x
-        return layers.rms_norm(x, weights[name], config.norm_epsilon)
-
-    def add(x_BRD: jax.Array, part: str, added: jax.Array) -> jax.Array:
-        added = norm(f"{part}_out_norm", added)
-        if config.residual_multiplier != 1:
-            added = added * config.residual_multiplier
-        return x_BRD + added
-
-    normed = norm("attention_norm", x_BRD)
-    mixed, cache = _attend(decoder, multiply, norm, normed, rows, cache, layer)
-    x_BRD = add(x_BRD, "attention", mixed)
-    mlp = _mlp if config.experts is None else _mixture
-    added = mlp(decoder, weights, multiply, norm("mlp_norm", x_BRD))
-    return add(x_BRD, "mlp", added), cache
+    places = places_of(decoder, weights, pairs, rows.slow, x_BRD)
+    x_BRD, cache = _attend(places, x_BRD, rows, cache, layer)
+    mlp = _mlp if decoder.config.experts is None else _mixture
+    return mlp(places, x_BRD), cache
 
 
 def _attend(
-    decoder: Decoder,
-    multiply: Callable,
-    norm: Callable,
-    normed_BRD: jax.Array,
+    places: Places,
+    x_BRD: jax.Array,
     rows: Rows,
     cache: KVCache | None,
     layer,
 ) -> tuple[jax.Array, KVCache | None]:
     """The attention part of a block, and the cache with the slow rows in it."""
-    config, G = decoder.config, decoder.config.queries_per_kv
-    view = rows.view(config, layer)
-    qkv_BRKgH = multiply("qkv", normed_BRD)
-    q_BRKGH = rotate(norm("q_norm", qkv_BRKgH[..., :G, :]), view.turns)
+    config = places.decoder.config
+    G, view = config.queries_per_kv, rows.view(config, layer)
+    qkv_BRKgH = places.into("qkv", x_BRD)
+    q_BRKGH = rotate(places.norm("q_norm", qkv_BRKgH[..., :G, :]), view.turns)
     slow_BTKgH = qkv_BRKgH[:, : rows.slow]
     slow_turns = tuple(turn[:, : rows.slow] for turn in view.turns)
-    k_BTK1H = norm("k_norm", slow_BTKgH[..., G : G + 1, :])
+    k_BTK1H = places.norm("k_norm", slow_BTKgH[..., G : G + 1, :])
     k_BTKH = rotate(k_BTK1H, slow_turns)[..., 0, :]
     v_BTKH = slow_BTKgH[..., G + 1, :]
     if cache is None:
-        keys, values = cache_layout(k_BTKH), cache_layout(v_BTKH)
+        stored, stop_B = (cache_layout(k_BTKH), cache_layout(v_BTKH)), None
     else:
         cache = cache.append(layer, k_BTKH, v_BTKH)
-        keys, values = cache.read(layer)
-    mixed = layers.attention(
-        q_BRKGH,
-        keys,
-        values,
-        view.mask,
-        decoder.execution,
-        config.attention_scale,
-        config.attention_cap,
-    )
-    return multiply("out", mixed), cache
+        stored, stop_B = cache.read(layer), cache.length + rows.slow
+    mixed = places.attend(q_BRKGH, *stored, view.mask, stop_B)
+    return places.onto("out", mixed, x_BRD), cache
 
 
-def _mlp(
-    decoder: Decoder, weights: dict, multiply: Callable, normed_BRD: jax.Array
-) -> jax.Array:
+def _mlp(places: Places, x_BRD: jax.Array) -> jax.Array:
     """The dense MLP part of a block."""
-    del weights
-    gate_up = multiply("gate_up", normed_BRD)
-    gated = layers.gated_product(gate_up, decoder.config.activation)
-    return multiply("down", gated)
+    return places.onto("down", places.gated(x_BRD), x_BRD)
 
 
-def _mixture(
-    decoder: Decoder, weights: dict, multiply: Callable, normed_BRD: jax.Array
-) -> jax.Array:
+def _mixture(places: Places, x_BRD: jax.Array) -> jax.Array:
     """A mixture of experts as MLP part: every expert runs, the chosen ones count."""
-    experts, activation = decoder.config.experts, decoder.config.activation
+    config, execution = places.decoder.config, places.decoder.execution
+    experts, weights = config.experts, places.weights
+    normed_BRD = places.norm("mlp_norm", x_BRD)
     # In f32 whatever the weights' dtype: near-ties decide which experts run.
     router = weights["router"].astype(jnp.float32)
-    logits_BRE = linear(normed_BRD.astype(jnp.float32), router, decoder.execution)
+    logits_BRE = linear(normed_BRD.astype(jnp.float32), router, execution)
     chosen_BRE = layers.chosen_experts(
         logits_BRE, experts.per_token, experts.renormalise
     )
     gated_BREF = layers.gated_product(
-        multiply("experts_gate_up", normed_BRD), activation
+        places.multiply("experts_gate_up", normed_BRD), config.activation
     )
     weight_BRE1 = chosen_BRE[..., None].astype(gated_BREF.dtype)
     # What is not chosen may have overflowed, and infinity times zero is no number.
     gated_BREF = jnp.where(weight_BRE1 > 0, gated_BREF * weight_BRE1, 0)
-    flat = weights["experts_down"].reshape(decoder.config.width, -1)
+    flat = weights["experts_down"].reshape(config.width, -1)
     gated = gated_BREF.reshape(*normed_BRD.shape[:2], -1)
-    mixed_BRD = linear(gated, flat, decoder.execution)
+    mixed_BRD = linear(gated, flat, execution)
     if experts.shared_width:
         shared = layers.gated_product(
-            multiply("shared_gate_up", normed_BRD), activation
+            places.multiply("shared_gate_up", normed_BRD), config.activation
         )
-        gate = jax.nn.sigmoid(multiply("shared_gate", normed_BRD))
-        mixed_BRD += gate * multiply("shared_down", shared)
-    return mixed_BRD
+        gate = jax.nn.sigmoid(places.multiply("shared_gate", normed_BRD))
+        mixed_BRD += gate * places.multiply("shared_down", shared)
+    return places.add("mlp", x_BRD, mixed_BRD)
 
 
 def run_layers(
@@ -413,13 +375,20 @@ def run_layers(
     cache: KVCache | None,
     lo: int,
     hi: int,
-    project: Callable | None = None,
+    accelerators: dict | tuple[dict, ...] | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """Runs blocks lo..hi-1, unrolled or as a loop, whichever way they are stored."""
+    """Runs blocks lo..hi-1, unrolled or as a loop, whichever way they are stored.
+
+    With `accelerators`, pairs by layer, rows behind the slow ones are fast rows.
+    """
+
+    def pairs_of(layer):
+        return None if accelerators is None else layer_weights(accelerators, layer)
+
     if isinstance(blocks, tuple):
         for layer in range(lo, hi):
             x_BRD, cache = block(
-                decoder, blocks[layer], x_BRD, rows, cache, layer, project
+                decoder, blocks[layer], x_BRD, rows, cache, layer, pairs_of(layer)
             )
         return x_BRD, cache
 
@@ -427,7 +396,8 @@ def run_layers(
         # Indexing inside the loop reads one layer; slicing lo:hi would copy them all.
         weights = layer_weights(blocks, layer)
         x_BRD, cache = carry
-        return block(decoder, weights, x_BRD, rows, cache, layer, project), None
+        pairs = pairs_of(layer)
+        return block(decoder, weights, x_BRD, rows, cache, layer, pairs), None
 
     return lax.scan(step, (x_BRD, cache), jnp.arange(lo, hi))[0]
 

@@ -9,6 +9,7 @@ import jax
 from m2r2_jax.ops.cpu import vector_registers
 
 _PRODUCTS = ("plain", "fused", "exact")
+_KERNELS = (None, "reference", "tpu", "gpu", "interpret")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,20 @@ class Execution:
         depend on the rows beside it, and no pass has fewer than two.
       registers: vector registers of the CPU, which bound fused sums; 0 where "fused"
         is not chosen.
+      kernels: the implementation of `pallas_kernels` for passes of few rows; None
+        leaves all products to XLA.
     """
 
     products: str = "plain"
     registers: int = 0
+    kernels: str | None = None
 
     def __post_init__(self):
+        if self.kernels not in _KERNELS:
+            raise ValueError(
+                f"kernels {self.kernels!r} are unknown; choose from "
+                f"{', '.join(map(str, _KERNELS))}"
+            )
         if self.products not in _PRODUCTS:
             raise ValueError(
                 f"products {self.products!r} is unknown; choose from "
@@ -44,9 +53,10 @@ class Execution:
     @property
     def least_rows(self) -> int:
         """Rows of a pass without drafts. A product of one row takes another kernel
-        than one of several, so the exact mode repeats a lone row.
+        than one of several, so the exact mode repeats a lone row; the fused kernels
+        have no way for one, which takes them as long as two.
         """
-        return 2 if self.products == "exact" else 1
+        return 2 if self.products == "exact" or self.kernels else 1
 
     @property
     def compiler_options(self) -> dict[str, bool | int]:

@@ -210,12 +210,18 @@ def exit_states(config, rates, draft_steps, params, accelerators, batch):
     slow, cache = lax.stop_gradient((slow, cache))
     # Fast rows alone: the slow ones have run, their keys are in the cache.
     rows = rows.replace(slow=0)
-    project = multirate.accelerated(Decoder(config), accelerators["layers"], 0)
 
     def read(interval, fast_BTD, carried_BTD):
         lo, hi = rates.intervals[interval]
         fast_BTD, _ = transformer.run_layers(
-            Decoder(config), params["blocks"], fast_BTD, rows, cache, lo, hi, project
+            Decoder(config),
+            params["blocks"],
+            fast_BTD,
+            rows,
+            cache,
+            lo,
+            hi,
+            accelerators["layers"],
         )
         return multirate.exit_state(
             config, params, accelerators, fast_BTD, carried_BTD, interval
