@@ -14,10 +14,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import decode_attention_gpu, decode_attention_tpu
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.products import product
 
 MAX_ROWS = 128
 
@@ -92,21 +92,14 @@ def reference(
     slots = jnp.arange(keys_BKSH.shape[2])
     inside_BS = (slots >= start_B[:, None]) & (slots < stop_B[:, None])
     reads_BRS = mask_BRS & inside_BS[:, None]
-    scores = _product(q_BRKGH, keys_BKSH, "brkgh,bksh->bkrgs") * scale
+    scores = product(q_BRKGH, keys_BKSH, "brkgh,bksh->bkrgs") * scale
     reads = reads_BRS[:, None, :, None]
     weights = jnp.where(reads, jax.nn.softmax(scores, where=reads, axis=-1), 0)
     # A weight of 0 does not silence a NaN of a slot that nobody wrote.
     values_BKSH = jnp.where(inside_BS[:, None, :, None], values_BKSH, 0)
     weights = weights.astype(values_BKSH.dtype)
-    out = _product(weights, values_BKSH, "bkrgs,bksh->brkgh")
+    out = product(weights, values_BKSH, "bkrgs,bksh->brkgh")
     return out.reshape(B, R, K * G * H).astype(q_BRKGH.dtype)
-
-
-def _product(left: jax.Array, right: jax.Array, letters: str) -> jax.Array:
-    """A product of operands in the right's dtype, summed in f32."""
-    # XLA's CPU backend has no batched product of bf16 with f32 sums.
-    operands = (x.astype(right.dtype).astype(jnp.float32) for x in (left, right))
-    return jnp.einsum(letters, *operands, precision=lax.Precision.HIGHEST)
 
 
 def _validate(q_BRKGH, keys_JSH, values_JSH, mask_BRS) -> None:

@@ -26,6 +26,7 @@ from jax import lax
 
 from pallas_kernels import fast_update_gpu, fast_update_tpu
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.products import product
 from pallas_kernels.quantized import QTensor
 
 MAX_ROWS = 128
@@ -112,29 +113,18 @@ def reference(
     values, scale = weight if isinstance(weight, QTensor) else (weight, None)
     operand = x_Ri.dtype if scale is not None else values.dtype
     rows_Ri = rows_Ri.astype(operand)
-    y = _product(rows_Ri, values.astype(operand), "ri,...oi->...ro")
+    y = product(rows_Ri, values.astype(operand), "ri,...oi->...ro")
     if scale is not None:
         y = y * scale[..., None, :]
     if accelerator is not None:
         down, up = (leaf.astype(operand) for leaf in accelerator)
-        latent = _product(rows_Ri[slow:], down, "ri,...ik->...rk").astype(operand)
-        y = y.at[..., slow:, :].add(_product(latent, up, "...rk,...ko->...ro"))
+        latent = product(rows_Ri[slow:], down, "ri,...ik->...rk").astype(operand)
+        y = y.at[..., slow:, :].add(product(latent, up, "...rk,...ko->...ro"))
     if y.ndim == 3:
         y = jax.nn.silu(y[0]) * y[1]
     if residual_Ro is None:
         return y.astype(x_Ri.dtype)
     return (residual_Ro.astype(jnp.float32) + y).astype(residual_Ro.dtype)
-
-
-def _product(left: jax.Array, right: jax.Array, letters: str) -> jax.Array:
-    """A product summed in f32, of f32 operands without rounding them to bf16."""
-    return jnp.einsum(
-        letters,
-        left,
-        right,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _validate(x_Ri, weight, accelerator, slow, residual_Ro, norm_i) -> None:
