@@ -11,7 +11,7 @@ import pytest
 from conftest import NEVER, PLAIN, TINY, TINY_DECODER, TINY_METHODS
 
 from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.models import transformer
 from m2r2_jax.serving.session import Session
 

@@ -14,7 +14,7 @@ from conftest import (
 )
 
 from m2r2_jax.decoding import passes
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.drafters import PromptLookup
 from m2r2_jax.drafters.methods import Method
 from m2r2_jax.serving import session

@@ -6,7 +6,7 @@ import pytest
 from conftest import NEVER, PLAIN, TINY, TINY_METHODS, run_one
 from test_requests import Spelling
 
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.ops.compilation import CompileClock
 from m2r2_jax.serving.slots import answer_all
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.decoding import loop, passes
+from m2r2_jax.decoding.adjustments import Adjustments
 from m2r2_jax.decoding.drafting import Prefill
-from m2r2_jax.decoding.sampling import BROKEN, Adjustments, Sampling
+from m2r2_jax.decoding.sampling import BROKEN, Sampling
 from m2r2_jax.decoding.state import DecodeState, Trace
 from m2r2_jax.drafters.methods import Method
 from m2r2_jax.models import sharding

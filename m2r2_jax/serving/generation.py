@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from m2r2_jax.checkpoints.model import Model, load
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.drafters.methods import build_method
 from m2r2_jax.serving.session import Session
 from m2r2_jax.serving.slots import answer_all

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 
 _TRUNCATE = ("answer", "prompt")
 
