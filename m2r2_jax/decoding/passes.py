@@ -149,6 +149,6 @@ def choose_next(
     scores_BR = lax.cond(
         state.scored,
         lambda: sampling.log_probabilities(logits_BRV, chosen_BR),
-        lambda: jnp.zeros(chosen_BR.shape),
+        lambda: jnp.zeros(chosen_BR.shape, jnp.float32),
     )
     return chosen_BR, scores_BR

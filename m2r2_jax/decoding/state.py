@@ -121,8 +121,9 @@ def emit(
     count_B = jnp.where(state.done, 0, count_B)
     ends_Bn = is_end_Bn & (index_n < count_B[:, None])
     ended_B = jnp.any(ends_Bn, axis=-1)
-    count_B = jnp.where(ended_B, jnp.argmax(ends_Bn, axis=-1) + 1, count_B)
-    cache = state.cache.advance(count_B.astype(jnp.int32))
+    first_B = lax.argmax(ends_Bn, 1, jnp.int32)
+    count_B = jnp.where(ended_B, first_B + 1, count_B)
+    cache = state.cache.advance(count_B)
     state = state.replace(
         history=_write_behind(state.history, tokens_Bn, state.length),
         scores=_write_behind(state.scores, scores_Bn, state.length),

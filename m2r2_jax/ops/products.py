@@ -120,7 +120,7 @@ def _computed_once(x: jax.Array) -> jax.Array:
     division dropped, the loops are made. `lax.optimization_barrier` is gone by then.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    one = 1 + lax.shift_right_logical(lax.population_count(bits), 6)
+    one = 1 + lax.shift_right_logical(lax.population_count(bits), jnp.int32(6))
     return lax.bitcast_convert_type(lax.div(bits, one), jnp.float32)
 
 
