@@ -120,11 +120,13 @@ def adjust(
     factor = wide(adjustments.repetition)
     factor = jnp.where(logits_BTV > 0, 1 / factor, factor)
     logits_BTV = jnp.where(seen_BTV, logits_BTV * factor, logits_BTV)
-    logits_BTV -= wide(adjustments.presence) * (said_BTV > 0)
+    logits_BTV -= jnp.where(said_BTV > 0, wide(adjustments.presence), 0.0)
     logits_BTV -= wide(adjustments.frequency) * said_BTV
     batch_B1 = jnp.arange(len(logits_BTV))[:, None]
-    bias_BV = jnp.zeros((len(logits_BTV), V)).at[batch_B1, adjustments.bias_ids]
-    logits_BTV += bias_BV.add(adjustments.bias, mode="drop")[:, None]
+    biases = jnp.zeros((len(logits_BTV), V), jnp.float32).at[
+        batch_B1, adjustments.bias_ids
+    ]
+    logits_BTV += biases.add(adjustments.bias, mode="drop")[:, None]
     is_end_V = jnp.zeros(V, jnp.bool_).at[eos_E].set(True, mode="drop")
     early_BT = position_BT < adjustments.min_length[:, None]
     forbidden_BTV = (logits_BTV <= -LIMIT) | (early_BT[..., None] & is_end_V)
@@ -134,7 +136,7 @@ def adjust(
 def _counts(tokens_BS: jax.Array, counted_BS: jax.Array, vocab_size: int):
     """How often each id stands among the counted tokens: `f32[B, V]`."""
     batch_B1 = jnp.arange(len(tokens_BS))[:, None]
-    zeros_BV = jnp.zeros((len(tokens_BS), vocab_size))
+    zeros_BV = jnp.zeros((len(tokens_BS), vocab_size), jnp.float32)
     return zeros_BV.at[batch_B1, tokens_BS].add(counted_BS.astype(jnp.float32))
 
 
@@ -144,5 +146,5 @@ def _draft_counts(text: Text, vocab_size: int):
     # The root is in the history already.
     drafts_TT = jnp.asarray(text.mask).at[:, 0].set(False).astype(jnp.float32)
     batch, row = jnp.arange(B)[:, None, None], jnp.arange(T)[None, :, None]
-    zeros_BTV = jnp.zeros((B, T, vocab_size))
+    zeros_BTV = jnp.zeros((B, T, vocab_size), jnp.float32)
     return zeros_BTV.at[batch, row, text.tokens[:, None, :]].add(drafts_TT[None])

@@ -105,10 +105,11 @@ def _noise(seed_2, position_T, size: int, head) -> jax.Array:
     # Of a seed of 32 bits, the key that `jax.random.key` makes.
     key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
     keys_T = jax.vmap(jax.random.fold_in, (None, 0))(key, position_T)
-    if head is None:
-        return jax.vmap(lambda key: jax.random.gumbel(key, (size,)))(keys_T)
-    every = (len(head.slot),)
-    return jax.vmap(lambda key: jax.random.gumbel(key, every))(keys_T)[:, head.ids]
+    every = size if head is None else len(head.slot)
+    noise_TV = jax.vmap(lambda key: jax.random.gumbel(key, (every,), jnp.float32))(
+        keys_T
+    )
+    return noise_TV if head is None else noise_TV[:, head.ids]
 
 
 def filtered(logits_BTV: jax.Array, sampling: Sampling) -> jax.Array:
