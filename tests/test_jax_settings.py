@@ -9,6 +9,7 @@ import pytest
 from conftest import NEVER, TINY_METHODS
 
 from m2r2_jax.decoding.settings import SamplingParams
+from m2r2_jax.ops.execution import EXACT, PLAIN, Execution
 from m2r2_jax.ops.products import linear
 from m2r2_jax.serving.session import Session
 
@@ -55,14 +56,14 @@ def expected(tiny_model):
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("products", ["plain", "fused_16", "fused_32", "exact"])
-def test_products_are_what_they_are_without(products, settings):
+@pytest.mark.parametrize("execution", [PLAIN, EXACT, Execution("fused", 16)])
+def test_products_are_what_they_are_without(execution, settings):
     rng = np.random.default_rng(0)
     for rows, dtype in ((1, jnp.float32), (2, jnp.bfloat16), (9, jnp.float32)):
         x, weight = (jnp.asarray(rng.normal(size=(n, 32)), dtype) for n in (rows, 20))
-        expected = linear(x, weight, products)
+        expected = linear(x, weight, execution)
         with configured(settings):
-            found = jax.jit(linear, static_argnums=2)(x, weight, products)
+            found = jax.jit(linear, static_argnums=2)(x, weight, execution)
         assert found.dtype == dtype
         np.testing.assert_allclose(
             found.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-2, atol=0.1
