@@ -21,7 +21,8 @@ from experiments.costs import seconds_a_round
 from experiments.suite import Settings
 from m2r2_jax import Model, build_method, load
 from m2r2_jax.decoding import sampling
-from m2r2_jax.decoding.sampling import Sampling, SamplingParams
+from m2r2_jax.decoding.sampling import Sampling
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.files import write_text
 from m2r2_jax.models import layers
 from m2r2_jax.models.config import Decoder

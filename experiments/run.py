@@ -93,6 +93,8 @@ def parse(argv: Sequence[str] | None) -> tuple[str, Settings]:
     given = vars(parser.parse_args(argv))
     name = given.pop("exp")
     given["out"] = given["out"] or Path("results") / name
+    if file := next(filter(Path.is_file, (given["out"], *given["out"].parents)), None):
+        parser.error(f"argument --out: {str(file)!r} is a file; name a folder")
     given["methods"] = given["methods"] or EXPERIMENTS[name].default_methods
     if given["limit"] is None:
         given["limit"] = EXPERIMENTS[name].default_limit

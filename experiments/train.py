@@ -91,6 +91,7 @@ class Trainer:
             exit_layer = max(1, round(layers / options.rate))
         self.rates = MultiRateConfig(exit_layer, options.rank, options.later_exits)
         self.rates.validate(model.config)
+        store.check_ids(model.config.vocab_size)
         rows = len(store.packed) if settings.limit is None else settings.limit
         if rows > store.rows_done:
             raise ValueError(

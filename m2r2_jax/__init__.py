@@ -5,7 +5,7 @@ The public names; everything else may change between versions.
 
 from m2r2_jax._version import __version__
 from m2r2_jax.checkpoints.model import Model, load
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 
 # Loading, and decoding with the pieces by hand.
 from m2r2_jax.drafters.methods import METHODS, Method, build_method

@@ -17,7 +17,7 @@ import pytest
 import m2r2_jax
 from m2r2_jax.checkpoints.fetch import default_model_file
 from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.drafters import MultiRateChain, PromptLookup
 from m2r2_jax.drafters.draft_head import draft_head
 from m2r2_jax.drafters.methods import Method

@@ -11,8 +11,12 @@ class Letters:
     def __init__(self, *pieces: str):
         self.pieces = pieces
 
-    def token_bytes(self, ids):
-        return "".join(self.pieces[id] for id in ids).encode()
+    def has_control(self, text):
+        return "<" in text
+
+    def token_bytes(self, ids, *, skip_special):
+        pieces = (self.pieces[id] for id in ids)
+        return "".join(p for p in pieces if not (skip_special and "<" in p)).encode()
 
 
 def found(pieces: list[str], stop: list[str], least: int = 0, sizes=(1,)):
@@ -42,6 +46,12 @@ def found(pieces: list[str], stop: list[str], least: int = 0, sizes=(1,)):
         (["a", "a", "a", "a"], ["aaa"], (3, 0)),
         (["stop at the start", " of a long block"], ["stop"], (1, 0)),
         (["x", "é", "y"], ["é"], (2, 1)),
+        (["ab", "<c>", "d"], ["<c>"], (2, 2)),  # A control token, which is not shown.
+        (["ab", "<c>", "de", "f"], ["b<c>d"], (3, 1)),
+        (["ab", "<c>", "de", "f"], ["bd"], (3, 1)),  # Only shown text counts here.
+        (["ab", "<c>", "de"], ["<c>d", "<c>"], (2, 2)),
+        (["ab", "<c>", "de"], ["<c>d", "bd"], (3, 1)),
+        (["<c>", "<c>", "de"], ["<c><c>d"], (3, 0)),
     ],
 )
 def test_the_string_complete_first_wins(pieces, stop, expected):

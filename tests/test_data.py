@@ -9,6 +9,7 @@ import tiny_chat
 
 from m2r2_jax.training import packing
 from m2r2_jax.training.exchanges import chat_frame
+from m2r2_jax.training.labels import LabelStore, label_rows
 from m2r2_jax.training.packing import PADDING
 from m2r2_jax.training.writing import Conversation
 
@@ -44,7 +45,7 @@ def test_conversations_come_back_exactly(name, tmp_path):
 
 
 def test_a_dataset_holds_the_same_conversations_in_order(tmp_path):
-    dataset = pytest.importorskip("m2r2_jax.dataset")
+    dataset = pytest.importorskip("m2r2_jax.training.dataset")
     source = tmp_path / "shards"
     source.mkdir()
     apart = TOKENIZER.encode("line separators \u2028 and \x85")
@@ -72,6 +73,42 @@ def test_nothing_to_read_and_wrong_rows_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"prompt": "x"\n')
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
         packing.read_conversations(tmp_path, TOKENIZER, FRAME)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": [5, 300]}, r"prompt_ids holds 300; .* the ids 0\.\.299"),
+        ({"response_ids": [7, -1]}, "response_ids holds -1"),
+        ({"response_ids": [7.0]}, r"response_ids holds 7\.0"),
+        ({"prompt_ids": ["7"]}, "prompt_ids holds '7'"),
+        ({"prompt_ids": [True]}, "prompt_ids holds True"),
+        ({"prompt_ids": "hello"}, "prompt_ids is 'hello', not a list"),
+        ({"prompt_ids": {"7": 1}}, "prompt_ids is {'7': 1}, not a list"),
+        ({"finished": "no"}, "finished is 'no', neither true nor false"),
+        ({"finished": 1}, "finished is 1"),
+        ({"finished": None}, "finished is None"),
+        ({"prompt": 5}, "is not a conversation"),
+    ],
+)
+def test_wrong_ids_are_refused_with_file_and_row(changes, message, tmp_path):
+    good = {"prompt": "hello", "response": "he", "prompt_ids": [5], "finished": True}
+    rows = [[good] * 3, [good, {**good, "prompt_ids": []} | changes]]
+    for name, some in zip(("a.jsonl", "b.jsonl"), rows, strict=True):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    with pytest.raises(ValueError, match=rf"b\.jsonl, row 2.*{message}"):
+        packing.read_conversations(tmp_path, TOKENIZER, FRAME)
+
+
+def test_labels_of_another_vocabulary_are_refused(tmp_path):
+    packed = packing.pack([Conversation([5, 300], [7, 257], True)], FRAME, 128, 0)
+    store = LabelStore.create(tmp_path, packed, MODEL.config.width, {})
+    store.check_ids(301)
+    with pytest.raises(ValueError, match=r"row 0 has id 300; .* the ids 0\.\.299"):
+        next(label_rows(MODEL, store, 1))
+    store.add(0, np.zeros((1, 128, MODEL.config.width)), np.full((1, 128), 302))
+    with pytest.raises(ValueError, match=r"row 0 has id 302; .* the ids 0\.\.300"):
+        store.check_ids(301)
 
 
 def test_packing_keeps_every_conversation_whole_and_once():

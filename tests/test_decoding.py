@@ -10,7 +10,9 @@ import pytest
 from conftest import NEVER, PLAIN, TINY, TINY_DECODER, run_one
 
 from m2r2_jax.decoding import passes, sampling, state
-from m2r2_jax.decoding.sampling import Adjustments, Sampling, SamplingParams
+from m2r2_jax.decoding.adjustments import Adjustments
+from m2r2_jax.decoding.sampling import Sampling
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.decoding.state import DecodeState, Trace
 from m2r2_jax.models import transformer
 from m2r2_jax.models.cache import init_cache

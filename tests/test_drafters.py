@@ -9,7 +9,8 @@ from conftest import TINY, TINY_DECODER, tiny_accelerators, tiny_params, unrolle
 
 from m2r2_jax.decoding import passes
 from m2r2_jax.decoding.drafting import Context, Prefill
-from m2r2_jax.decoding.sampling import Sampling, SamplingParams
+from m2r2_jax.decoding.sampling import Sampling
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.drafters import MultiRateChain, PromptLookup, RandomDraft
 from m2r2_jax.drafters.draft_head import draft_head
 from m2r2_jax.models import transformer

@@ -143,6 +143,16 @@ def test_progress_of_another_run_does_not_count(tmp_path):
     assert Progress(path, {"max_new_tokens": 8}).get(group) == []
 
 
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_record_is_not_written_over_a_file(below, tmp_path, capsys):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    with pytest.raises(SystemExit):
+        run.main(["--exp=mtbench", f"--out={file / below}"])
+    assert f"{str(file)!r} is a file; name a folder" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+
+
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"missing\.gguf"):
         run.main([*SMALL, "--model=missing.gguf", f"--out={tmp_path}"])

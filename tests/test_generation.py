@@ -9,11 +9,11 @@ from m2r2_jax import chat
 from m2r2_jax.serving import generation
 from m2r2_jax.serving.generation import (
     Generation,
-    encode_prompt,
     generate,
     generate_many,
     stream_generate,
 )
+from m2r2_jax.serving.prompts import encode_prompt
 
 
 @pytest.fixture(autouse=True)

@@ -50,6 +50,18 @@ def test_results_have_the_rows_dtype_or_the_one_asked_for(execution):
     np.testing.assert_array_equal(linear(x, weight, execution, jnp.float32), 257.0)
 
 
+@pytest.mark.parametrize("execution", [PLAIN, FUSED_16, FUSED_32, EXACT])
+@pytest.mark.parametrize("outputs", [301, 302, 292])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_equal_rows_of_a_weight_give_equal_results(rows, outputs, execution):
+    """Also where the last ones fill no vector: the lowest of equal logits wins."""
+    weight = normal(1, outputs, 48)
+    weight[outputs - 33 :] = weight[-1]
+    for seed in range(40):
+        last = np.asarray(linear(normal(seed, rows, 48), weight, execution))[:, -33:]
+        assert (last == last[:, :1]).all()
+
+
 def test_exact_rows_do_not_depend_on_those_beside_them():
     """Bitwise, whatever their number and place: what the exact mode rests on."""
     x, weight = normal(0, 40, 1536), normal(1, 64, 1536)

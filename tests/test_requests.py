@@ -11,7 +11,7 @@ import pytest
 from conftest import NEVER, PLAIN, TINY, TINY_DECODER, TINY_METHODS
 
 from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.models import transformer
 from m2r2_jax.serving.session import Session
 
@@ -50,7 +50,10 @@ class Spelling:
 
     eos_ids = NEVER
 
-    def token_bytes(self, ids):
+    def has_control(self, text):
+        return False
+
+    def token_bytes(self, ids, *, skip_special=True):
         letters = ((chr(97 + id // 26), chr(97 + id % 26)) for id in ids)
         return "".join(f"{first}{second} " for first, second in letters).encode()
 
@@ -227,6 +230,43 @@ def test_truncate_says_what_gives_way(model, truncate):
         assert found == answer(model, PLAIN, prompt, 7).token_ids
     else:
         assert found == answer(model, PLAIN, prompt[-227:], 20).token_ids
+
+
+@every_method
+def test_settings_that_leave_no_token_are_an_error(model, method):
+    """Whatever forbids the last of them, and whichever row it is."""
+    others = dict.fromkeys(range(2, TINY.vocab_size), -np.inf)
+    penalised = {
+        "logit_bias": {**others, 0: -100.0, 1: -100.0},
+        "presence_penalty": 1e6,
+    }
+    session = Session(model, method, batch=2)
+    for forbidding, ends in (
+        ({"logit_bias": {**others, 0: -np.inf, 1: -np.inf}}, NEVER),
+        ({"logit_bias": others, "min_new_tokens": 3}, frozenset({0, 1})),
+        ({**penalised, "temperature": 1.0}, NEVER),
+    ):
+        rows = [SamplingParams(), SamplingParams(**forbidding)]
+        with pytest.raises(ValueError, match="leave no token at position . of row 1"):
+            session.run(PROMPTS[:2], 5, sampling=rows, eos_ids=ends)
+        assert session.cached_ids == [[], []]
+
+
+@pytest.mark.parametrize("stop", [None, [], ["b", "zz"]])
+def test_stop_strings_may_come_from_anything(model, stop):
+    expected = answer(model, PLAIN, PROMPTS[0], stop=stop or ())
+    given = stop and (string for string in stop)
+    assert answer(model, PLAIN, PROMPTS[0], stop=given) == expected
+
+
+def test_numpy_settings_give_the_same_ids(model):
+    given = {"temperature": np.float32(0.7), "top_k": np.int64(5)}
+    own = {"temperature": 0.7, "top_k": 5}
+    found, expected = (
+        answer(model, PLAIN, PROMPTS[0], count, sampling=SamplingParams(**settings))
+        for settings, count in ((given, np.int64(10)), (own, 10))
+    )
+    assert found == expected
 
 
 @every_method

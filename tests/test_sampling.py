@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 
 from m2r2_jax.decoding import sampling
-from m2r2_jax.decoding.sampling import (
-    BROKEN,
-    Adjustments,
-    Sampling,
-    SamplingParams,
-    Text,
-)
+from m2r2_jax.decoding.adjustments import FORBIDDEN, Adjustments, Text, adjust
+from m2r2_jax.decoding.sampling import BROKEN, NOTHING, Sampling
+from m2r2_jax.decoding.settings import SamplingParams
 
 choose = jax.jit(sampling.choose)
 filtered = jax.jit(sampling.filtered)
-adjust = jax.jit(sampling.adjust)
+adjust = jax.jit(adjust)
 V = 12
 LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
 
@@ -65,7 +61,7 @@ def test_filters_keep_what_numpy_keeps(settings):
 def test_tokens_as_likely_as_the_last_kept_one_are_kept():
     logits = np.array([1.0, 3.0, 2.0, 2.0, 0.0], np.float32)
     how = Sampling.stack([SamplingParams(temperature=1.0, top_k=2)])
-    kept = np.isfinite(filtered(logits[None, None], how)[0, 0])
+    kept = filtered(logits[None, None], how)[0, 0] > FORBIDDEN
     np.testing.assert_array_equal(kept, [False, True, True, True, False])
 
 
@@ -165,10 +161,81 @@ def test_biases_are_added_and_early_ends_are_not_chosen():
     rows, found = adjusted(logit_bias={4: 2.0, 8: -np.inf}, min_new_tokens=4)
     expected = rows.copy()
     expected[:, 4] += 2
-    expected[:, 8] = -np.inf
+    expected[:, 8] = FORBIDDEN
     # Position 6 would be the fourth token of the answer, 7 the fifth.
-    expected[0, [0, 11]] = -np.inf
+    expected[0, [0, 11]] = FORBIDDEN
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logit_bias": dict.fromkeys(range(V), -np.inf)},
+        {"logit_bias": dict.fromkeys(range(V), -1e9)},
+        {"logit_bias": dict.fromkeys(range(1, 11), -np.inf), "min_new_tokens": 4},
+    ],
+    ids=["infinite", "large", "ends"],
+)
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "top_k": 3}], ids=str)
+def test_where_all_is_forbidden_nothing_is_chosen(settings, how):
+    _, found = adjusted(**settings)
+    drawn = Sampling.stack([SamplingParams(**how)])
+    assert choose(found[None], drawn, jnp.array([[6, 7, 7]]))[0, 0] == NOTHING
+
+
+def test_the_largest_penalties_overflow_nothing():
+    most = {"presence_penalty": -1e6, "frequency_penalty": 1e6}
+    for factor in (1e-6, 1e6):
+        _, found = adjusted(repetition_penalty=factor, logit_bias={1: -np.inf}, **most)
+        assert np.isfinite(found).all()
+
+
+def test_seeds_of_32_bits_draw_what_jax_random_key_draws():
+    """Texts of earlier versions stay what they are."""
+    for seed in (0, 7, 2**31 - 1):
+        how = Sampling.stack([SamplingParams(temperature=1.0, seed=seed)])
+        key = jax.random.fold_in(jax.random.key(seed), 4)
+        expected = np.argmax(LOGITS + jax.random.gumbel(key, (V,)))
+        assert choose(LOGITS[None, None], how, jnp.array([[4]]))[0, 0] == expected
+
+
+def texts_of(*seeds: int) -> list[list[int]]:
+    rows = [SamplingParams(temperature=2.0, seed=seed) for seed in seeds]
+    logits = jnp.broadcast_to(LOGITS, (len(seeds), 40, V))
+    position = jnp.broadcast_to(jnp.arange(40), (len(seeds), 40))
+    return choose(logits, Sampling.stack(rows), position).tolist()
+
+
+def test_all_64_bits_of_a_seed_count():
+    one, high, low, last, negative = texts_of(5, 5 + 2**32, 6, 2**64 - 1, -1)
+    assert one != high and one != low
+    assert negative == last
+
+
+def test_a_seed_of_none_is_a_fresh_one_that_can_be_read():
+    first, second = SamplingParams(seed=None), SamplingParams(seed=None)
+    assert first.seed != second.seed
+    assert texts_of(first.seed, first.seed)[0] == texts_of(first.seed)[0]
+
+
+def test_prompts_of_a_batch_have_seeds_of_their_own():
+    params = SamplingParams(temperature=1.0, seed=2**63)
+    seeds = [params.for_prompt(index).seed for index in range(1000)]
+    assert seeds[0] == params.seed and len(set(seeds)) == 1000
+    assert params.for_prompt(3).temperature == 1.0
+    assert SamplingParams(seed=seeds[1] + 2**62).seed == seeds[1] + 2**62
+
+
+def test_numbers_may_be_numpys():
+    given = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        seed=np.uint64(2**63),
+        logit_bias={np.int64(4): np.float32(1.5)},
+    )
+    same = SamplingParams(temperature=0.5, top_k=3, seed=2**63, logit_bias={4: 1.5})
+    assert given == same
+    assert [type(id) for id in given.logit_bias] == [int]
 
 
 def test_log_probabilities_are_the_models_own():
@@ -186,7 +253,20 @@ def test_log_probabilities_are_the_models_own():
         ({"top_k": 2.5}, "top_k 2.5 must be an integer"),
         ({"top_p": 1.5}, "top_p 1.5 must be from 0 to 1"),
         ({"min_p": -0.1}, "min_p -0.1"),
-        ({"seed": 2**31}, "seed 2147483648 must be within 32 bits"),
+        ({"temperature": 1e39}, "at most 1e"),
+        ({"top_k": True}, "top_k True must be an integer"),
+        ({"top_p": True}, "top_p True must be from 0 to 1"),
+        ({"seed": 2**64}, r"seed 18446744073709551616 must be of 64 bits, -2\*\*63"),
+        ({"seed": -(2**63) - 1}, "or None for a fresh one"),
+        ({"seed": "7"}, "seed '7' must be an integer, of 64 bits"),
+        ({"seed": 1.0}, "seed 1.0 must be an integer"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty 1e.39 must be positive, 1e"),
+        ({"presence_penalty": -1e7}, "presence_penalty -10000000.0 must be a number"),
+        ({"frequency_penalty": 1e39}, "frequency_penalty 1e.39 must be a number from"),
+        ({"logit_bias": {3: float("inf")}}, "logit_bias .* numbers of at most 1e.06"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias"),
+        ({"logit_bias": {3.0: 1.0}}, "logit_bias"),
+        ({"logit_bias": {3: True}}, "logit_bias"),
         ({"repetition_penalty": 0}, "repetition_penalty 0 must be positive"),
         ({"presence_penalty": float("inf")}, "presence_penalty inf"),
         ({"frequency_penalty": None}, "frequency_penalty None"),

@@ -14,7 +14,7 @@ from conftest import (
 )
 
 from m2r2_jax.decoding import passes
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.drafters import PromptLookup
 from m2r2_jax.drafters.methods import Method
 from m2r2_jax.serving import session
@@ -200,6 +200,26 @@ def used_session(tiny_model, monkeypatch):
         ([[1]], 5, {"truncate": "middle"}, "truncate 'middle' is none of answer"),
         ([[1] * 240], 8, {}, r"240 tokens and may get 8 new ones, the context holds"),
         ([[1] * 247], 5, {"truncate": "answer"}, "the context holds 247"),
+        ([[1]], 2.5, {}, "max_new_tokens 2.5 must be an integer, 0 or more"),
+        ([[1]], 10.0, {}, "max_new_tokens 10.0 must be an integer"),
+        ([[1]], "10", {}, "max_new_tokens '10' must be an integer"),
+        ([[1]], None, {}, "max_new_tokens None must be an integer"),
+        ([[1]], [2.5], {}, "max_new_tokens 2.5 must be an integer"),
+        ([[1]], True, {}, "max_new_tokens True must be an integer"),
+        ([[1.0]], 5, {}, "prompt 0: token id 1.0 must be an integer"),
+        ([["1"]], 5, {}, "prompt 0: token id '1' must be an integer"),
+        (["hello"], 5, {}, "prompt 0 is 'hello', not a list of token ids"),
+        ([7], 5, {}, "prompt 0 is 7, not a list"),
+        ([[1]], 5, {"sampling": {"seed": 1}}, "sampling of row 0 is 'seed'"),
+        ([[1]], 5, {"sampling": 0.7}, "sampling of row 0 is 0.7, no SamplingParams"),
+        ([[1]], 5, {"stop": 7}, "stop 7 must be a list"),
+        ([[1]], 5, {"stop": [None]}, "non-empty"),
+        (
+            [[1]],
+            5,
+            {"sampling": SamplingParams(min_new_tokens=6)},
+            "min_new_tokens 6 of row 0 is above its max_new_tokens 5",
+        ),
         ([[1] * 4], 247, {"truncate": "prompt"}, "the context holds 247"),
     ],
 )

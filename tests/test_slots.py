@@ -6,7 +6,7 @@ import pytest
 from conftest import NEVER, PLAIN, TINY, TINY_METHODS, run_one
 from test_requests import Spelling
 
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.ops.compilation import CompileClock
 from m2r2_jax.serving.slots import answer_all
 
@@ -46,9 +46,40 @@ def test_sampling_and_stop_strings_hold_for_every_row(tiny_model, method):
     settings = {"sampling": how, "stop": ["a c", "e"], "eos_ids": NEVER}
     found = dict(answer_all(model, method, PROMPTS, 30, batch=2, **settings))
     for index, prompt in enumerate(PROMPTS):
+        settings["sampling"] = how.for_prompt(index)
         alone = run_one(model, PLAIN, prompt, 30, **settings)
         assert found[index].token_ids == alone.token_ids
         assert found[index].stopped_at == alone.stopped_at
+
+
+def test_equal_prompts_of_a_sampled_batch_get_answers_of_their_own(tiny_model):
+    how = SamplingParams(temperature=1.0, seed=4)
+    found = dict(
+        answer_all(tiny_model, PLAIN, [PROMPTS[0]] * 4, 12, batch=2, sampling=how)
+    )
+    assert len({tuple(answer.token_ids) for answer in found.values()}) == 4
+    for index in range(2):
+        alone = {"temperature": 1.0, "seed": how.for_prompt(index).seed}
+        expected = run_one(tiny_model, PLAIN, PROMPTS[0], 12, **alone)
+        assert found[index].token_ids == expected.token_ids
+
+
+def test_stop_strings_of_a_generator_serve_all_prompts(tiny_model):
+    model = dataclasses.replace(tiny_model, tokenizer=Spelling())
+    for stop in (["a", "e"], (string for string in ("a", "e"))):
+        found = dict(answer_all(model, PLAIN, PROMPTS[:3], 12, batch=1, stop=stop))
+        assert all(answer.stopped_at is not None for answer in found.values())
+
+
+def test_errors_name_the_prompt(tiny_model):
+    others = dict.fromkeys(range(1, TINY.vocab_size), -float("inf")) | {0: -100.0}
+    how = SamplingParams(logit_bias=others, presence_penalty=1e6)
+    prompts = [[1] * 246, [1, 2, 3]]  # The first has room for a single token.
+    settings = {"batch": 1, "sampling": how, "truncate": "answer"}
+    with pytest.raises(ValueError, match="leave no token at position 4 of row 1"):
+        list(answer_all(tiny_model, PLAIN, prompts, 2, **settings))
+    with pytest.raises(ValueError, match="prompt 2 is empty"):
+        answer_all(tiny_model, PLAIN, [[1], [2], []], 2)
 
 
 def test_refilling_compiles_nothing_after_the_first_round(tiny_model):

@@ -10,9 +10,9 @@ import tiny_chat
 from conftest import run_one
 
 from m2r2_jax import build_method
-from m2r2_jax.decoding import sampling
 from m2r2_jax.training import writing
 from m2r2_jax.training.exchanges import chat_frame
+from m2r2_jax.training.inverse_cdf import inverse_cdf
 from m2r2_jax.training.writing import LOOP_NGRAM, WritingConfig
 
 CONFIG = WritingConfig(
@@ -105,7 +105,7 @@ def test_draws_follow_the_softmax():
     many = jnp.broadcast_to(logits, (1000, 300))
     counts = np.zeros(300)
     for piece in np.split(uniform, draws // 1000):
-        drawn = np.asarray(sampling.inverse_cdf(many, piece))
+        drawn = np.asarray(inverse_cdf(many, piece))
         counts += np.bincount(drawn, minlength=300)
     p = np.exp(np.float64(logits[0]) - np.logaddexp.reduce(np.float64(logits[0])))
     reference = rng.multinomial(draws, p)
@@ -116,7 +116,7 @@ def test_draws_follow_the_softmax():
 def test_draws_stay_in_the_vocabulary_at_both_ends():
     logits = jnp.full((2, 300), -1e4).at[:, 299].set(0.0)
     ends = jnp.asarray([0.0, np.nextafter(np.float32(1), np.float32(0))])
-    assert sampling.inverse_cdf(logits, ends).tolist() == [299, 299]
+    assert inverse_cdf(logits, ends).tolist() == [299, 299]
 
 
 @pytest.mark.parametrize(

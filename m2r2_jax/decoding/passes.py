@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from m2r2_jax.decoding import sampling
-from m2r2_jax.decoding.sampling import Text
+from m2r2_jax.decoding.adjustments import Text, adjust
 from m2r2_jax.decoding.state import DecodeState
 from m2r2_jax.models import transformer
 from m2r2_jax.models.cache import KVCache
@@ -142,15 +142,13 @@ def choose_next(
     text = Text(state.history, state.length, tokens_BR, mask_RR)
     adjusted_BRV = lax.cond(
         state.adjustments.applies(position_BR),
-        lambda: sampling.adjust(
-            logits_BRV, state.adjustments, text, position_BR, state.eos
-        ),
+        lambda: adjust(logits_BRV, state.adjustments, text, position_BR, state.eos),
         lambda: logits_BRV,
     )
     chosen_BR = sampling.choose(adjusted_BRV, state.sampling, position_BR)
     scores_BR = lax.cond(
         state.scored,
         lambda: sampling.log_probabilities(logits_BRV, chosen_BR),
-        lambda: jnp.zeros(chosen_BR.shape),
+        lambda: jnp.zeros(chosen_BR.shape, jnp.float32),
     )
     return chosen_BR, scores_BR

@@ -14,7 +14,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from m2r2_jax.decoding.sampling import BROKEN, Adjustments, Sampling
+from m2r2_jax.decoding.adjustments import Adjustments
+from m2r2_jax.decoding.sampling import Sampling
 from m2r2_jax.models.cache import KVCache
 
 
@@ -101,7 +102,8 @@ def emit(
 ) -> tuple[DecodeState, jax.Array]:
     """Appends the first `count` tokens of each row, cut at EOS and at the limit.
 
-    A broken token (`sampling.BROKEN`) ends its row too; the host raises an error.
+    A choice that is no token (`sampling.BROKEN`, `NOTHING`) ends its row too; the host
+    raises an error.
 
     Args:
       state: its cache holds the new root's predecessors in its scratch slots.
@@ -114,13 +116,14 @@ def emit(
     """
     index_n = jnp.arange(tokens_Bn.shape[1])
     is_end_Bn = jnp.any(tokens_Bn[..., None] == state.eos, axis=-1)
-    is_end_Bn |= tokens_Bn == BROKEN
+    is_end_Bn |= tokens_Bn < 0
     count_B = jnp.minimum(count_B, state.limit - state.length)
     count_B = jnp.where(state.done, 0, count_B)
     ends_Bn = is_end_Bn & (index_n < count_B[:, None])
     ended_B = jnp.any(ends_Bn, axis=-1)
-    count_B = jnp.where(ended_B, jnp.argmax(ends_Bn, axis=-1) + 1, count_B)
-    cache = state.cache.advance(count_B.astype(jnp.int32))
+    first_B = lax.argmax(ends_Bn, 1, jnp.int32)
+    count_B = jnp.where(ended_B, first_B + 1, count_B)
+    cache = state.cache.advance(count_B)
     state = state.replace(
         history=_write_behind(state.history, tokens_Bn, state.length),
         scores=_write_behind(state.scores, scores_Bn, state.length),

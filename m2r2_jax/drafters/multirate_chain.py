@@ -179,12 +179,10 @@ class MultiRateChain:
         log_confidence_B1 = best_B1 - jax.nn.logsumexp(logits_BH, axis=1, keepdims=True)
         confident_B1 = jnp.exp(log_confidence_B1) >= self.min_confidence
         valid_B1 = lax.dynamic_slice_in_dim(draft.valid, row, 1, axis=1)
-        next_slot = (0, row + 1)
+        valid_B1 &= confident_B1
         return draft.replace(
-            tokens=lax.dynamic_update_slice(draft.tokens, drafted_B1, next_slot),
-            valid=lax.dynamic_update_slice(
-                draft.valid, valid_B1 & confident_B1, next_slot
-            ),
+            tokens=_put(draft.tokens, drafted_B1, row + 1),
+            valid=_put(draft.valid, valid_B1, row + 1),
             carried=exit_BD,
         )
 
@@ -193,6 +191,11 @@ def _hand_over(
     draft: _Draft, row: jax.Array | int, slow_B1D: jax.Array, ahead: KVCache
 ) -> _Draft:
     """The draft with a row's h[X], and its early keys and values in the scratch."""
-    hidden_BnD = lax.dynamic_update_slice(draft.hidden, slow_B1D, (0, row, 0))
+    hidden_BnD = _put(draft.hidden, slow_B1D, row)
     cache = ahead.replace(length=draft.cache.length)
     return draft.replace(hidden=hidden_BnD, cache=cache)
+
+
+def _put(rows_Bn: jax.Array, new_B1: jax.Array, row: jax.Array | int) -> jax.Array:
+    """The rows with one of them replaced."""
+    return lax.dynamic_update_slice_in_dim(rows_Bn, new_B1, row, axis=1)

@@ -24,6 +24,6 @@ class RandomDraft(StatelessChain):
             jax.random.key(0), context.length
         )
         drafts_Bk = jax.vmap(
-            lambda key: jax.random.randint(key, (self.length,), 0, size)
+            lambda key: jax.random.randint(key, (self.length,), 0, size, jnp.int32)
         )(keys_B)
         return drafts_Bk, jnp.ones_like(drafts_Bk, jnp.bool_)

@@ -129,7 +129,8 @@ def _write(buffers, rows_BTKH: jax.Array, layer, start_B: jax.Array):
         )
 
     def update_row(stack_LSH, rows_TH, start):
-        return lax.dynamic_update_slice(stack_LSH, rows_TH[None], (layer, start, 0))
+        at = (layer, start, jnp.int32(0))
+        return lax.dynamic_update_slice(stack_LSH, rows_TH[None], at)
 
     update = jax.vmap(update_row, in_axes=(1, 0, 0), out_axes=1)
     start_J = jnp.repeat(start_B, len(rows_JTH) // len(start_B))
@@ -147,7 +148,7 @@ def _update(buffer_JSH: jax.Array, rows_JTH: jax.Array, start_B: jax.Array):
         return lax.dynamic_update_slice(buffer_JSH, rows_JTH, (0, start_B[0], 0))
 
     def update_row(row_SH, rows_TH, start):
-        return lax.dynamic_update_slice(row_SH, rows_TH, (start, 0))
+        return lax.dynamic_update_slice_in_dim(row_SH, rows_TH, start, axis=0)
 
     start_J = jnp.repeat(start_B, len(buffer_JSH) // len(start_B))
     return jax.vmap(update_row)(buffer_JSH, rows_JTH, start_J)

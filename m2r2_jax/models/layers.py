@@ -97,7 +97,9 @@ def _scores(q_JrH: jax.Array, keys_JSH: jax.Array, execution: Execution) -> jax.
 
 
 def argmax(x: jax.Array) -> jax.Array:
-    """`jnp.argmax` over the last axis, of groups first and then inside the best one.
+    """Index of the first largest value in the last axis, `int32`.
+
+    Of groups first and then inside the best one.
 
     XLA's CPU backend compares value and index one by one, but vectorises a maximum:
     over a vocabulary this takes a fifth of the time. Its maximum drops NaNs, which
@@ -105,12 +107,17 @@ def argmax(x: jax.Array) -> jax.Array:
     """
     group = math.gcd(x.shape[-1], _GROUP)
     if group < _LEAST_GROUP:
-        return jnp.argmax(x, axis=-1)
+        return _first_largest(x)
     groups = x.reshape(*x.shape[:-1], -1, group)
     largest = jnp.max(jnp.where(jnp.isnan(groups), jnp.inf, groups), axis=-1)
-    best = jnp.argmax(largest, axis=-1)
+    best = _first_largest(largest)
     inside = jnp.take_along_axis(groups, best[..., None, None], axis=-2)[..., 0, :]
-    return best * group + jnp.argmax(inside, axis=-1)
+    return best * group + _first_largest(inside)
+
+
+def _first_largest(x: jax.Array) -> jax.Array:
+    """`jnp.argmax`, whose index would be `int64` where JAX runs in 64 bits."""
+    return lax.argmax(x, x.ndim - 1, jnp.int32)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:

@@ -399,7 +399,7 @@ def run_layers(
         pairs = pairs_of(layer)
         return block(decoder, weights, x_BRD, rows, cache, layer, pairs), None
 
-    return lax.scan(step, (x_BRD, cache), jnp.arange(lo, hi))[0]
+    return lax.scan(step, (x_BRD, cache), jnp.arange(lo, hi, dtype=jnp.int32))[0]
 
 
 def embed(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:

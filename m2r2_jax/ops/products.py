@@ -18,6 +18,8 @@ from m2r2_jax.ops.execution import PLAIN, Execution
 
 # Up to so many rows, products run faster with the rows as columns.
 _COLUMNS = 16
+# Outputs that the widest vectors hold.
+_VECTOR = 16
 
 
 def linear(
@@ -75,6 +77,8 @@ def _way(execution: Execution, x: jax.Array, weight: jax.Array) -> Callable:
             return functools.partial(_fused_sums, registers=execution.registers)
         if count > 1:
             return _as_columns
+    if count == 1 and len(weight) % _VECTOR:
+        return _as_one_of_two
     return functools.partial(_product, axis=1)
 
 
@@ -116,7 +120,7 @@ def _computed_once(x: jax.Array) -> jax.Array:
     division dropped, the loops are made. `lax.optimization_barrier` is gone by then.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    one = 1 + lax.shift_right_logical(lax.population_count(bits), 6)
+    one = 1 + lax.shift_right_logical(lax.population_count(bits), jnp.int32(6))
     return lax.bitcast_convert_type(lax.div(bits, one), jnp.float32)
 
 
@@ -131,6 +135,17 @@ def _as_columns(x_Ri: jax.Array, weight_oi: jax.Array, width: int = 0) -> jax.Ar
     rows = jnp.pad(x_Ri.astype(weight_oi.dtype), ((0, width - count), (0, 0)))
     # The barrier keeps XLA from turning the product back.
     return lax.optimization_barrier(_dot(weight_oi, rows, 1, 1)).T[:count]
+
+
+def _as_one_of_two(x_1i: jax.Array, weight_oi: jax.Array) -> jax.Array:
+    """One row's product in the kernel of two.
+
+    XLA's CPU backend sums the last outputs of a single row, where they fill no vector,
+    in another order: equal rows of a weight would get unequal results there, and of
+    two equal logits the higher id might win.
+    """
+    rows = jnp.pad(x_1i.astype(weight_oi.dtype), ((0, 1), (0, 0)))
+    return lax.optimization_barrier(_dot(rows, weight_oi, 1, 1))[:1]
 
 
 def _exact_product(x_Ri: jax.Array, weight_oi: jax.Array) -> jax.Array:

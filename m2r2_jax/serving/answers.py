@@ -21,6 +21,7 @@ class Answer:
       committed: tokens emitted in each round.
       logprobs: log-probability of each id, when asked for.
       stopped_at: characters before the stop string; None where none was met.
+      settled: characters that no stop string can take back; None where all are.
     """
 
     token_ids: list[int]
@@ -30,6 +31,7 @@ class Answer:
     committed: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] | None = None
     stopped_at: int | None = None
+    settled: int | None = None
 
     @property
     def tau(self) -> float | None:
@@ -65,20 +67,33 @@ class StopStrings:
     """Looks for stop strings in one answer as its tokens come.
 
     The string that is complete first wins; among those complete at the same character,
-    the one that began first.
+    the one that began first. A string in which a control token is spelled is looked
+    for in the text with control tokens, the others in the text that is shown.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], min_new_tokens: int):
-        self._stop, self._min_new_tokens = tuple(stop), min_new_tokens
+        self._min_new_tokens, self._count, self._shown = min_new_tokens, 0, 0
         self._decoder = StreamDecoder(tokenizer)
-        self._text, self._count = "", 0
+        spelt = [string for string in stop if tokenizer.has_control(string)]
+        others = [string for string in stop if string not in spelt]
+        self._texts = [
+            _Text(StreamDecoder(tokenizer, skip_special=skip), strings)
+            for skip, strings in ((True, others), (False, spelt))
+            if strings
+        ]
         self._where: tuple[int, int] | None = None
 
     def apply(self, answer: Answer) -> Answer:
         """The answer, cut once a stop string is complete in what it has grown to."""
-        if self._stop and self._where is None:
+        if not self._texts:
+            return answer
+        if self._where is None:
             self._where = self.feed(answer.token_ids[self._count :])
-        return answer if self._where is None else answer.cut(*self._where)
+        if self._where is not None:
+            return answer.cut(*self._where)
+        places = (text.beginning() for text in self._texts)
+        settled = min((p for p in places if p is not None), default=self._shown)
+        return dataclasses.replace(answer, settled=settled)
 
     def feed(self, ids: Iterable[int]) -> tuple[int, int] | None:
         """Takes new tokens.
@@ -88,18 +103,48 @@ class StopStrings:
           stop string, once one is complete; else None.
         """
         for id in ids:
-            before = len(self._text)
-            self._text += self._decoder.push([id])
+            before = self._shown
+            self._shown += len(self._decoder.push([id]))
             self._count += 1
-            if self._count > self._min_new_tokens and (cut := self._found(before)):
-                return self._count, cut[1]
+            ends = [
+                end
+                for text in self._texts
+                for end in text.push(id, before, self._shown)
+            ]
+            if ends and self._count > self._min_new_tokens:
+                return self._count, min(ends)[1]
         return None
 
-    def _found(self, before: int) -> tuple[int, int] | None:
-        """End and start of the first stop string that ends behind `before`."""
-        ends = []
-        for stop in self._stop:
-            start = self._text.find(stop, max(0, before - len(stop) + 1))
+
+class _Text:
+    """A text as it grows, and the strings that are looked for in it.
+
+    Places count the characters that are shown, whichever the text holds.
+    """
+
+    def __init__(self, decoder: StreamDecoder, strings: Sequence[str]):
+        self._decoder, self._strings = decoder, strings
+        self._text = ""
+        self._place: list[int] = []
+
+    def push(self, id: int, shown_before: int, shown: int) -> list[tuple[int, int]]:
+        """Places of the end and the start of each string that this token completes."""
+        old = len(self._text)
+        self._text += self._decoder.push([id])
+        fresh = range(len(self._text) - old)
+        self._place += [min(shown_before + index, shown) for index in fresh]
+        found = []
+        for string in self._strings:
+            start = self._text.find(string, max(0, old - len(string) + 1))
             if start >= 0:
-                ends.append((start + len(stop), start))
-        return min(ends, default=None)
+                last = start + len(string) - 1
+                found.append((self._place[last], self._place[start]))
+        return found
+
+    def beginning(self) -> int | None:
+        """Place from which the text may be the beginning of a string."""
+        longest = max(map(len, self._strings)) - 1
+        for size in range(min(longest, len(self._text)), 0, -1):
+            if any(s.startswith(self._text[-size:]) for s in self._strings):
+                return self._place[-size]
+        return None

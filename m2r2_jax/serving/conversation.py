@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.drafters.methods import build_method
 from m2r2_jax.serving.generation import (
     DEFAULT_METHOD,
-    Message,
     Piece,
     default_model,
     stream_session,
 )
+from m2r2_jax.serving.prompts import Message, fitted_prompt
 from m2r2_jax.serving.session import Session
 
 
@@ -44,14 +44,16 @@ def chat(
 
 
 class Chat:
-    """A conversation of one user with the model; from `chat`.
+    """A conversation of one user with the model; from `chat`. One answer at a time.
 
     Attributes:
-      messages: the turns so far, oldest first.
+      messages: the turns so far, oldest first; all of them, also those that
+        truncate="prompt" has kept from the model.
     """
 
     def __init__(self, session: Session, messages: list[Message]):
         self._session, self.messages = session, messages
+        self._answering = False
 
     def send(self, text: str, max_new_tokens: int = 256, **settings) -> str:
         """The answer to the user's next turn.
@@ -63,7 +65,8 @@ class Chat:
             `SamplingParams`.
 
         Raises:
-          ValueError: as `generate`; the conversation is as it was before.
+          ValueError: as `generate`, or while another answer is streamed; the
+            conversation is as it was before.
         """
         return "".join(
             piece.text for piece in self.stream(text, max_new_tokens, **settings)
@@ -74,19 +77,24 @@ class Chat:
         text: str,
         max_new_tokens: int = 256,
         *,
-        stop: tuple[str, ...] = (),
+        stop: Iterable[str] | None = (),
         truncate: str | None = None,
         **sampling,
     ) -> Iterator[Piece]:
-        """As `send`, in pieces. An answer that is not taken to its end stays in the
-        conversation as far as it was given.
+        """As `send`, in pieces.
+
+        A stream that is closed before its end leaves the user's turn in the
+        conversation, and as its answer the text of the pieces that were given, none
+        included. A stream that was never begun leaves nothing, and neither does one
+        that fails.
         """
+        self._check_free(self.messages)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"the turn {text!r} is empty; say at least one character")
         asked = [*self.messages, {"role": "user", "content": text}]
         pieces = stream_session(
             self._session,
-            self._session.model.tokenizer.encode_chat(asked),
+            fitted_prompt(self._session.model, asked, max_new_tokens, truncate),
             max_new_tokens,
             sampling=SamplingParams(**sampling),
             stop=stop,
@@ -95,11 +103,31 @@ class Chat:
         return self._record(asked, pieces)
 
     def _record(self, asked: list[Message], pieces) -> Iterator[Piece]:
-        given = ""
+        """The pieces; the turn is remembered behind the last one that is taken."""
+        self._check_free(asked[:-1])
+        self._answering, given = True, ""
         try:
             for piece in pieces:
                 given += piece.text
                 yield piece
+        except Exception:
+            asked = None
+            raise
         finally:
             pieces.close()
-            self.messages = [*asked, {"role": "assistant", "content": given}]
+            self._answering = False
+            if asked is not None:
+                self.messages = [*asked, {"role": "assistant", "content": given}]
+
+    def _check_free(self, messages: list[Message]) -> None:
+        """Raises ValueError unless the next turn may follow these messages."""
+        if self._answering:
+            raise ValueError(
+                "another answer of this conversation is being streamed; take it to its "
+                "end or close it first"
+            )
+        if self.messages != messages:
+            raise ValueError(
+                "the conversation has gone on since this stream was asked for; ask "
+                "again"
+            )

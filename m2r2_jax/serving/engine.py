@@ -16,8 +16,9 @@ import numpy as np
 
 from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.decoding import loop, passes
+from m2r2_jax.decoding.adjustments import Adjustments
 from m2r2_jax.decoding.drafting import Prefill
-from m2r2_jax.decoding.sampling import BROKEN, Adjustments, Sampling
+from m2r2_jax.decoding.sampling import BROKEN, NOTHING, Sampling
 from m2r2_jax.decoding.state import DecodeState, Trace
 from m2r2_jax.drafters.methods import Method
 from m2r2_jax.models import sharding
@@ -85,6 +86,7 @@ class Engine:
             request,
             prompts=[[0]] * self.batch,
             limits=[0] * self.batch,
+            numbers=[0] * self.batch,
             sampling=request.sampling[:1] * self.batch,
         )
         return self.begin(nothing, self.new_cache(capacity))
@@ -157,6 +159,7 @@ class Engine:
 
         Raises:
           FloatingPointError: the model's logits hold a NaN.
+          ValueError: a row's settings leave no token.
         """
         arrays = state.history, state.length, state.scores, state.trace
         history, ends, scores, trace = jax.device_get(arrays)
@@ -164,11 +167,9 @@ class Engine:
         for row, prompt in enumerate(request.prompts):
             span = slice(len(prompt), ends[row])
             ids = history[row, span].tolist()
-            if ids[-1:] == [BROKEN]:
-                raise FloatingPointError(
-                    f"the model's logits hold a NaN at position {ends[row] - 1} of row "
-                    f"{row}; load the model with dtype=jnp.float32, or check its file"
-                )
+            _check_choice(
+                ids[-1:], f"position {ends[row] - 1} of row {request.numbers[row]}"
+            )
             stopped = bool(ids) and ids[-1] in request.eos_ids
             rounds = int(trace.rounds[row])
             counts = (trace.proposed, trace.accepted, trace.committed)
@@ -177,6 +178,20 @@ class Engine:
             reason = "stop" if stopped else "length"
             answers.append(Answer(ids, reason, *counts, logprobs=logprobs))
         return answers
+
+
+def _check_choice(last: list[int], where: str) -> None:
+    """Raises the error that an answer's last choice stands for."""
+    if last == [BROKEN]:
+        raise FloatingPointError(
+            f"the model's logits hold a NaN at {where}; load the model with "
+            "dtype=jnp.float32, or check its file"
+        )
+    if last == [NOTHING]:
+        raise ValueError(
+            f"the settings leave no token at {where}: logit_bias, penalties and "
+            "min_new_tokens together forbid every id"
+        )
 
 
 def chunks_for(prompts: Sequence[Sequence[int]], kept: Sequence[int]) -> list[int]:

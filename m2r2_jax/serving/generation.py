@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from m2r2_jax.checkpoints.model import Model, load
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.drafters.methods import build_method
+from m2r2_jax.serving.prompts import Message, fitted_prompt
 from m2r2_jax.serving.session import Session
 from m2r2_jax.serving.slots import answer_all
 from m2r2_jax.text.tokenizer import StreamDecoder
 
 DEFAULT_METHOD = "prompt_lookup"
-
-Message = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ def generate(
     *,
     max_new_tokens: int = 256,
     method: str = DEFAULT_METHOD,
-    stop: Sequence[str] = (),
+    stop: Iterable[str] | None = (),
     logprobs: bool = False,
     truncate: str | None = None,
     details: bool = False,
@@ -81,13 +80,17 @@ def generate(
       model: from `load`; the default model when None, loaded once per process.
       max_new_tokens: at most this many tokens.
       method: a decoding method of `m2r2_jax.METHODS`; all give the same text.
-      stop: strings that end the answer and are not part of it.
+      stop: strings that end the answer and are not part of it. Of several, the one
+        that is complete first wins, and of those complete at the same character the
+        one that began first. The spelling of a control token ends it at that token.
       logprobs: whether to compute each token's log-probability (see `details`).
       truncate: what gives way where prompt and new tokens exceed the context, "answer"
-        or "prompt"; an error by default.
+        or "prompt"; an error by default. Of a conversation the oldest turns give way,
+        then the beginning of the last one, never the system's.
       details: whether to return ids, tau and timings too.
       **sampling: of `SamplingParams`, such as `temperature`, `top_p`, `seed`; greedy by
-        default. The same seed gives the same text, whatever the method.
+        default. The same seed gives the same text, whatever the method; None draws a
+        fresh one.
 
     Returns:
       The text, or a `Generation` when `details` is set.
@@ -99,7 +102,7 @@ def generate(
     """
     params = SamplingParams(**sampling)
     model = default_model() if model is None else model
-    ids = encode_prompt(model, prompt)
+    ids = fitted_prompt(model, prompt, max_new_tokens, truncate)
     (answer,), timing = Session(model, build_method(method, model)).run(
         [ids],
         max_new_tokens,
@@ -131,7 +134,7 @@ def generate_many(
     batch: int = 8,
     max_new_tokens: int = 256,
     method: str = DEFAULT_METHOD,
-    stop: Sequence[str] = (),
+    stop: Iterable[str] | None = (),
     truncate: str | None = None,
     **sampling,
 ) -> list[str]:
@@ -144,7 +147,9 @@ def generate_many(
       model: as for `generate`, without a mesh.
       batch: how many decode together.
       max_new_tokens: as for `generate`, like all arguments that follow; the same for
-        all prompts.
+        all prompts, but that each draws with a seed of its own: prompt `i` with that
+        of `SamplingParams(seed=seed).for_prompt(i)`, the first with `seed` itself.
+        With it `generate` gives the same text.
       method: see there.
       stop: see there.
       truncate: see there.
@@ -153,12 +158,17 @@ def generate_many(
     Raises:
       ValueError: as `generate`, for any of the prompts, before any work.
     """
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {prompts!r:.60}, not a list of prompts")
     params = SamplingParams(**sampling)
     model = default_model() if model is None else model
+    encoded = [
+        fitted_prompt(model, prompt, max_new_tokens, truncate) for prompt in prompts
+    ]
     answers = answer_all(
         model,
         build_method(method, model),
-        [encode_prompt(model, prompt) for prompt in prompts],
+        encoded,
         max_new_tokens,
         batch=batch,
         sampling=params,
@@ -166,7 +176,7 @@ def generate_many(
         truncate=truncate,
     )
     texts = {index: answer.text(model.tokenizer) for index, answer in answers}
-    return [texts[index] for index in range(len(prompts))]
+    return [texts[index] for index in range(len(encoded))]
 
 
 def stream_generate(
@@ -175,7 +185,7 @@ def stream_generate(
     *,
     max_new_tokens: int = 256,
     method: str = DEFAULT_METHOD,
-    stop: Sequence[str] = (),
+    stop: Iterable[str] | None = (),
     truncate: str | None = None,
     **sampling,
 ) -> Iterator[Piece]:
@@ -189,7 +199,7 @@ def stream_generate(
     session = Session(model, build_method(method, model))
     return stream_session(
         session,
-        encode_prompt(model, prompt),
+        fitted_prompt(model, prompt, max_new_tokens, truncate),
         max_new_tokens,
         sampling=params,
         stop=stop,
@@ -209,49 +219,23 @@ def stream_session(
       **settings: as for `Session.stream`.
     """
     chunks = session.stream([ids], max_new_tokens, **settings)
-    return _pieces(session.model.tokenizer, chunks, settings.get("stop", ()))
+    return _pieces(session.model.tokenizer, chunks)
 
 
-def _pieces(tokenizer, chunks, stop: Sequence[str]) -> Iterator[Piece]:
+def _pieces(tokenizer, chunks) -> Iterator[Piece]:
     decoder, text, sent, count = StreamDecoder(tokenizer), "", 0, 0
     with contextlib.closing(chunks):
         for (answer,) in chunks:
             fresh = answer.token_ids[count:]
             text += decoder.push(fresh)
             count += len(fresh)
-            ready = len(text) - _held_back(text, stop)
-            if answer.stopped_at is not None:
-                ready = answer.stopped_at
+            settled = answer.settled if answer.stopped_at is None else answer.stopped_at
+            ready = len(text) if settled is None else settled
             if fresh:
                 yield Piece(text[sent:ready], fresh)
                 sent = max(sent, ready)
     text = (text + decoder.flush())[: answer.stopped_at]
     yield Piece(text[sent:], [], answer.finish_reason)
-
-
-def _held_back(text: str, stop: Sequence[str]) -> int:
-    """Characters at the end that may be the beginning of a stop string."""
-    longest = max((len(s) for s in stop), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(s.startswith(text[-size:]) for s in stop):
-            return size
-    return 0
-
-
-def encode_prompt(model: Model, prompt: str | Sequence[Message]) -> list[int]:
-    """Token ids of a message or a conversation, opened for the model's answer.
-
-    Raises:
-      ValueError: an empty prompt, or malformed messages.
-    """
-    if not isinstance(prompt, str):
-        messages = list(prompt) if isinstance(prompt, Sequence) else prompt
-        return model.tokenizer.encode_chat(messages)
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; give at least one visible character")
-    if not model.tokenizer.has_chat_template:
-        return model.tokenizer.encode(prompt)
-    return model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
 @functools.cache

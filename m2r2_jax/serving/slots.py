@@ -9,20 +9,22 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jax import lax
 
 from m2r2_jax.checkpoints.model import Model
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.decoding.state import DecodeState
 from m2r2_jax.drafters.methods import Method
 from m2r2_jax.serving.answers import Answer, StopStrings
 from m2r2_jax.serving.engine import Engine
-from m2r2_jax.serving.requests import Request, make_request
+from m2r2_jax.serving.requests import Request, make_request, stop_strings
 
 _CHUNK = 8
+_GREEDY = SamplingParams()
 
 
 def answer_all(
@@ -32,6 +34,8 @@ def answer_all(
     max_new_tokens: int,
     *,
     batch: int = 8,
+    sampling: SamplingParams = _GREEDY,
+    stop: Iterable[str] | None = (),
     **settings,
 ) -> Iterator[tuple[int, Answer]]:
     """Answers prompts in the order in which they end.
@@ -42,7 +46,10 @@ def answer_all(
       prompts: token ids of each.
       max_new_tokens: at most this many ids each.
       batch: rows that decode together.
-      **settings: of `requests.make_request`, the same for all prompts.
+      sampling: settings of all prompts; each draws with a seed of its own, that of
+        `sampling.for_prompt(index)`.
+      stop: strings that end an answer.
+      **settings: the others of `requests.make_request`, the same for all prompts.
 
     Yields:
       Index of a prompt, and its answer; in exact mode that of its single run.
@@ -54,10 +61,11 @@ def answer_all(
         raise ValueError("rows are refilled on one device; use Session over a mesh")
     if batch < 1:
         raise ValueError(f"batch {batch} must be at least 1")
-    requests = [
-        make_request(model, 1, [prompt], max_new_tokens, **settings)
-        for prompt in prompts
-    ]
+    settings["stop"] = stop_strings(stop)
+    requests = []
+    for index, prompt in enumerate(prompts):
+        settings |= {"sampling": sampling.for_prompt(index), "first": index}
+        requests.append(make_request(model, 1, [prompt], max_new_tokens, **settings))
     if not requests:
         return iter(())
     return _Slots(model, method, min(batch, len(requests)), requests).run()
@@ -112,7 +120,8 @@ class _Slots:
         """The answers so far of the rows at work, cut at their stop strings."""
         first = self.requests[0]
         prompts = [[0] if i is None else self.requests[i].prompts[0] for i in self.at]
-        answers = self.all.collect(state, dataclasses.replace(first, prompts=prompts))
+        asked = dataclasses.replace(first, prompts=prompts, numbers=self.at)
+        answers = self.all.collect(state, asked)
         return [
             None if index is None else watch.apply(answer)
             for index, watch, answer in zip(self.at, self.watches, answers, strict=True)

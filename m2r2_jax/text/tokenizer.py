@@ -127,6 +127,10 @@ class Tokenizer:
         kept = [t for t in tokens if not (skip_special and t in self._controls)]
         return b"".join(map(self._bytes_of, kept))
 
+    def has_control(self, text: str) -> bool:
+        """Whether a control token is spelled in the text."""
+        return len(self._split(text)) > 1
+
     def render(
         self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
@@ -208,16 +212,17 @@ class StreamDecoder:
     """Decodes tokens as they come, never half a character.
 
     The pieces of `push` and the one of `flush` join to what `Tokenizer.decode` gives
-    for all ids at once.
+    for all ids at once, control tokens skipped unless told otherwise.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True):
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """Text of new tokens, up to the last whole character."""
-        return self._utf8.decode(self._tokenizer.token_bytes(ids))
+        new = self._tokenizer.token_bytes(ids, skip_special=self._skip_special)
+        return self._utf8.decode(new)
 
     def flush(self) -> str:
         """What is left of an incomplete character: U+FFFD, or nothing."""

@@ -123,6 +123,18 @@ class LabelStore:
     def rows_done(self) -> int:
         return self.meta["rows_done"]
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises ValueError where a row or its labels have ids outside a vocabulary."""
+        for ids in (self.packed.tokens, self.argmax[: self.rows_done]):
+            wrong = np.argwhere((ids < 0) | (ids >= vocab_size))
+            if len(wrong):
+                row, position = wrong[0]
+                raise ValueError(
+                    f"{self.folder}, row {row} has id {ids[row, position]}; the "
+                    f"vocabulary has the ids 0..{vocab_size - 1}: the labels are of "
+                    "another model"
+                )
+
     def add(self, first: int, states: np.ndarray, argmax: np.ndarray) -> None:
         """Stores labels of the rows from `first` on; they count once on disk."""
         end = first + len(states)
@@ -134,7 +146,12 @@ class LabelStore:
 
 
 def label_rows(model: Model, store: LabelStore, batch: int) -> Iterator[int]:
-    """Labels the rows that are missing, `batch` at a time; yields the rows done."""
+    """Labels the rows that are missing, `batch` at a time; yields the rows done.
+
+    Raises:
+      ValueError: a row has ids outside the model's vocabulary.
+    """
+    store.check_ids(model.config.vocab_size)
     packed, total = store.packed, len(store.packed)
     for first in range(store.rows_done, total, batch):
         # The last batch is filled up, so that there is one shape.

@@ -27,24 +27,47 @@ def read_conversations(path: str | Path, tokenizer, frame: Frame) -> list[Conver
 
     Raises:
       FileNotFoundError: nothing to read there.
-      ValueError: a row that is not a finished conversation.
+      ValueError: a row that is not a conversation, or has ids outside the vocabulary.
     """
     conversations = []
-    for number, row in enumerate(_rows(Path(path)), 1):
+    for where, row in _rows(Path(path)):
         try:
-            prompt = row.get("prompt_ids") or tokenizer.encode(row["prompt"])
-            finished = bool(row.get("finished", True))
-            answer = row.get("response_ids") or [
-                *tokenizer.encode(row["response"]),
-                *frame.bridge[: int(finished)],
-            ]
+            conversations.append(_conversation(row, tokenizer, frame))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path}, row {number} is not a conversation ({error!r}); a row needs "
+                f"{where} is not a conversation ({error!r}); a row needs "
                 '{"prompt": ..., "response": ...}'
             ) from error
-        conversations.append(Conversation(list(prompt), list(answer), finished))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
     return conversations
+
+
+def _conversation(row: dict, tokenizer, frame: Frame) -> Conversation:
+    finished = row.get("finished", True)
+    if not isinstance(finished, bool):
+        raise ValueError(f"finished is {finished!r:.40}, neither true nor false")
+    prompt = _given_ids(row, "prompt_ids", tokenizer.vocab_size)
+    answer = _given_ids(row, "response_ids", tokenizer.vocab_size)
+    return Conversation(
+        prompt or tokenizer.encode(row["prompt"]),
+        answer or [*tokenizer.encode(row["response"]), *frame.bridge[: int(finished)]],
+        finished,
+    )
+
+
+def _given_ids(row: dict, name: str, vocab_size: int) -> list[int]:
+    """Ids that a row spells out; none where its text has them."""
+    ids = row.get(name) or []
+    if not isinstance(ids, list):
+        raise ValueError(f"{name} is {ids!r:.40}, not a list of ids")
+    for id in ids:
+        if type(id) is not int or not 0 <= id < vocab_size:
+            raise ValueError(
+                f"{name} holds {id!r:.40}; the vocabulary has the ids "
+                f"0..{vocab_size - 1}"
+            )
+    return ids
 
 
 def as_row(conversation: Conversation, tokenizer, frame: Frame) -> dict:
@@ -64,17 +87,23 @@ def as_row(conversation: Conversation, tokenizer, frame: Frame) -> dict:
     return row
 
 
-def _rows(path: Path) -> Iterator[dict]:
+def _rows(path: Path) -> Iterator[tuple[str, dict]]:
+    """Rows, and what each is called in errors."""
     if (path / "dataset_info.json").is_file():
         from m2r2_jax.training.dataset import read_rows
 
-        yield from read_rows(path)
+        yield from _named(path, read_rows(path))
         return
     files = [path] if path.is_file() else sorted(path.glob("**/*.jsonl*"))
     if not files:
         raise FileNotFoundError(f"no .jsonl file and no dataset at {str(path)!r}")
     for file in files:
-        yield from read_json_lines(file)
+        yield from _named(file, read_json_lines(file))
+
+
+def _named(file: Path, rows: Iterator[dict]) -> Iterator[tuple[str, dict]]:
+    for number, row in enumerate(rows, 1):
+        yield f"{file}, row {number}", row
 
 
 @dataclasses.dataclass(frozen=True)

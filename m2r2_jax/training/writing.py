@@ -22,13 +22,13 @@ from jax import lax
 
 from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.decoding import passes
-from m2r2_jax.decoding.sampling import inverse_cdf
 from m2r2_jax.models import sharding
 from m2r2_jax.models.cache import KVCache, init_cache
 from m2r2_jax.models.config import Decoder
 from m2r2_jax.models.layers import argmax
 from m2r2_jax.ops import compilation
 from m2r2_jax.training.exchanges import Conversation, Frame
+from m2r2_jax.training.inverse_cdf import inverse_cdf
 
 LOOP_NGRAM = 8  # A turn has run into a loop at the third appearance of such a run.
 

@@ -11,7 +11,7 @@ import jax
 from conftest import PLAIN, TINY, StubTokenizer, tiny_params, unrolled
 
 from m2r2_jax.checkpoints.model import Model
-from m2r2_jax.decoding.sampling import SamplingParams
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.drafters.methods import Method, build_method
 from m2r2_jax.models import sharding
 from m2r2_jax.models.transformer import weight_specs
