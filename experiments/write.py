@@ -19,6 +19,7 @@ from experiments.models import batch_identity, load_for_batches
 from experiments.options import read_options
 from experiments.prompts import load_prompts
 from experiments.suite import Settings
+from experiments.task_prompts import fitting
 from m2r2_jax import Model
 from m2r2_jax.files import write_text
 from m2r2_jax.training import packing, writing
@@ -33,6 +34,7 @@ class WriteOptions:
     Attributes:
       first: number of the first conversation, to go on behind text written before.
       shard: conversations a file.
+      prompts: `own`: the model writes them; `tasks`: see `task_prompts`.
       dataset: whether a TFDS dataset is built of the shards at the end.
     """
 
@@ -43,26 +45,39 @@ class WriteOptions:
     max_answer_tokens: int = WritingConfig.max_answer_tokens
     sampled_every: int = WritingConfig.sampled_every
     answer_temperature: float = WritingConfig.answer_temperature
+    prompts: str = "own"
     dataset: bool = True
+
+    def __post_init__(self):
+        if self.prompts not in ("own", "tasks"):
+            raise ValueError(f"--set prompts={self.prompts}: choose own or tasks")
 
 
 def run(settings: Settings) -> dict:
     """Writes conversations into `shards/` of the output folder.
 
-    Without `--data` the model writes prompts too, `--limit` of them; else it answers
-    those of a .jsonl file.
+    Without `--data` the model writes prompts too, `--limit` of them, or answers as many
+    task prompts; else it answers those of a .jsonl file.
     """
     options = read_options(WriteOptions, settings.overrides)
     named = dataclasses.asdict(options)
-    start, shard, dataset = map(named.pop, ("first", "shard", "dataset"))
+    own = ("first", "shard", "prompts", "dataset")
+    start, shard, source, dataset = map(named.pop, own)
     config = WritingConfig(seed=settings.seed, **named)
     model = load_for_batches(settings)
     frame = chat_frame(model.tokenizer)
-    prompts = _prompts(settings, model, config)
+    if settings.data:
+        source = str(settings.data)
+        prompts = _prompts_of_file(settings, model, config)
+    elif source == "tasks":
+        prompts = _task_prompts(settings, model, config, start)
+    else:
+        prompts = []
     count = len(prompts) if settings.data else settings.limit
     folder = settings.out / "shards"
     folder.mkdir(parents=True, exist_ok=True)
-    _check_identity(settings, {**batch_identity(model), **dataclasses.asdict(config)})
+    identity = {**batch_identity(model), **dataclasses.asdict(config)}
+    _check_identity(settings, {**identity, "prompts": source})
     started, tokens = time.perf_counter(), 0
     bar = progress_bar(count, "conversation")
     for done in range(0, count, shard):
@@ -98,12 +113,19 @@ def _store(path: Path, rows: list[dict]) -> None:
             other.unlink()
 
 
-def _prompts(
+def _task_prompts(
+    settings: Settings, model: Model, config: WritingConfig, first: int
+) -> list[list[int]]:
+    """User turns composed of task forms, by the conversations' numbers."""
+    encode, limit = model.tokenizer.encode, config.max_prompt_tokens
+    numbers = range(first, first + settings.limit)
+    return [fitting(config.seed, number, encode, limit) for number in numbers]
+
+
+def _prompts_of_file(
     settings: Settings, model: Model, config: WritingConfig
 ) -> list[list[int]]:
     """User turns to answer, those that are too long left out with a word."""
-    if settings.data is None:
-        return []
     loaded = load_prompts(str(settings.data), None, settings.limit)
     encoded = [model.tokenizer.encode(prompt.turns[0]) for prompt in loaded]
     kept = [ids for ids in encoded if 0 < len(ids) <= config.max_prompt_tokens]
@@ -114,7 +136,6 @@ def _prompts(
 
 def _check_identity(settings: Settings, identity: dict) -> None:
     """Refuses to mix shards of different settings in one folder."""
-    identity["data"] = str(settings.data)
     path = settings.out / "write.json"
     if path.is_file() and (found := json.loads(path.read_text())) != identity:
         raise ValueError(
