@@ -44,7 +44,7 @@ def test_conversations_come_back_exactly(name, tmp_path):
 
 
 def test_a_dataset_holds_the_same_conversations_in_order(tmp_path):
-    dataset = pytest.importorskip("m2r2_jax.dataset")
+    dataset = pytest.importorskip("m2r2_jax.training.dataset")
     source = tmp_path / "shards"
     source.mkdir()
     apart = TOKENIZER.encode("line separators \u2028 and \x85")

@@ -105,9 +105,14 @@ class Packed:
 def pack(
     conversations: Sequence[Conversation], frame: Frame, length: int, seed: int
 ) -> Packed:
-    """Packs conversations, shuffled, first row with room first.
+    """Packs conversations as `arrange` has them, cut at the end of their row."""
+    return fill(arrange(conversations, frame, length, seed), frame, length)
 
-    Conversations that do not fit a row are cut at its end.
+
+def arrange(
+    conversations: Sequence[Conversation], frame: Frame, length: int, seed: int
+) -> list[list[Conversation]]:
+    """Which conversations share a row: shuffled, first row with room first.
 
     Args:
       conversations: to pack; those without prompt or answer are left out.
@@ -135,7 +140,7 @@ def pack(
         rows[row].append(conversation)
         left[row] -= size
         open_rows = [row for row in open_rows[-64:] if left[row] > len(frame.bridge)]
-    return _fill(rows, frame, length)
+    return rows
 
 
 def _body(conversation: Conversation, frame: Frame) -> tuple[list[int], list[bool]]:
@@ -150,7 +155,8 @@ def _body(conversation: Conversation, frame: Frame) -> tuple[list[int], list[boo
     return ids, trained.tolist()
 
 
-def _fill(rows: list[list[Conversation]], frame: Frame, length: int) -> Packed:
+def fill(rows: list[list[Conversation]], frame: Frame, length: int) -> Packed:
+    """Rows of conversations as arrays."""
     shape, opening = (len(rows), length), len(frame.opening)
     tokens = np.zeros(shape, np.int32)
     segment = np.full(shape, PADDING, np.int16)

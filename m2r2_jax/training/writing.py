@@ -28,7 +28,7 @@ from m2r2_jax.models.cache import KVCache, init_cache
 from m2r2_jax.models.config import Decoder
 from m2r2_jax.models.layers import argmax
 from m2r2_jax.ops import compilation
-from m2r2_jax.training.exchanges import Conversation, Frame
+from m2r2_jax.training.exchanges import Conversation, Frame, Labels
 
 LOOP_NGRAM = 8  # A turn has run into a loop at the third appearance of such a run.
 
@@ -65,6 +65,32 @@ class WritingConfig:
 
 
 @struct.dataclass
+class Kept:
+    """What the model thought behind each token it read, by conversation.
+
+    Attributes:
+      states: bf16 `[N, S, D]`, normalised final states.
+      argmax: `int32[N, S]`.
+    """
+
+    states: jax.Array
+    argmax: jax.Array
+
+    @classmethod
+    def empty(cls, count: int, capacity: int, width: int) -> Kept:
+        states = jnp.zeros((count, capacity, width), jnp.bfloat16)
+        return cls(states, jnp.zeros((count, capacity), jnp.int32))
+
+    def put(self, index_B, position_B, state_BD, argmax_B) -> Kept:
+        """Keeps a token's labels of each row; idle rows have an index out of range."""
+        at = (index_B, position_B)
+        return Kept(
+            self.states.at[at].set(state_BD.astype(jnp.bfloat16), mode="drop"),
+            self.argmax.at[at].set(argmax_B.astype(jnp.int32), mode="drop"),
+        )
+
+
+@struct.dataclass
 class WritingState:
     """Everything the loop carries: B rows at work on N conversations.
 
@@ -79,6 +105,7 @@ class WritingState:
       written: `int32[N, S]`, tokens of ended conversations.
       ends: `int32[N, 3]`, for each: answer start, length, 1 if it ended by itself.
       tokens: `int32[]`, tokens chosen or given so far, the template's left out.
+      kept: labels of the conversations, or None where they are not asked for.
     """
 
     cache: KVCache
@@ -91,6 +118,7 @@ class WritingState:
     written: jax.Array
     ends: jax.Array
     tokens: jax.Array
+    kept: Kept | None
 
     @property
     def done(self) -> jax.Array:
@@ -104,6 +132,7 @@ def start(
     config: WritingConfig,
     count: int,
     prompts: Sequence[Sequence[int]] = (),
+    keep: bool = False,
 ) -> WritingState:
     """The state before the first token of `count` conversations.
 
@@ -113,6 +142,7 @@ def start(
       config: how to write.
       count: N.
       prompts: N user turns, or none to have them written too.
+      keep: whether labels are kept, 2 D bytes for each of N * S tokens.
 
     Raises:
       ValueError: a prompt is longer than `max_prompt_tokens`, or the context is short.
@@ -151,6 +181,7 @@ def start(
         written=jnp.zeros((count, capacity), jnp.int32),
         ends=jnp.zeros((count, 3), jnp.int32),
         tokens=jnp.int32(0),
+        kept=Kept.empty(count, capacity, model.config.width) if keep else None,
     )
 
 
@@ -224,7 +255,7 @@ def _step(decoder, params, frame, config, eos_E, first, state) -> WritingState:
     """One token for every row; ended conversations are stored and replaced."""
     length_B = state.cache.length + 1
     root_B1 = jnp.take_along_axis(state.history, length_B[:, None] - 1, axis=1)
-    _, logits_B1V, cache = passes.score(
+    state_B1D, logits_B1V, cache = passes.score(
         decoder,
         params,
         state.cache,
@@ -232,7 +263,13 @@ def _step(decoder, params, frame, config, eos_E, first, state) -> WritingState:
         np.zeros(1, np.int32),
         np.ones((1, 1), bool),
     )
-    chosen_B = _choose(config, logits_B1V[:, 0], state, first + state.index, length_B)
+    logits_BV = logits_B1V[:, 0]
+    best_B = argmax(logits_BV)
+    kept = state.kept
+    if kept is not None:
+        kept = kept.put(state.index, length_B - 1, state_B1D[:, 0], best_B)
+    number_B = first + state.index
+    chosen_B = _choose(config, logits_BV, best_B, state, number_B, length_B)
     token_B, answer_start_B, is_frame_B = _next_token(
         frame, config, eos_E, state, chosen_B, length_B
     )
@@ -243,6 +280,7 @@ def _step(decoder, params, frame, config, eos_E, first, state) -> WritingState:
         history=state.history.at[row_B, length_B].set(token_B),
         answer_start=answer_start_B,
         tokens=state.tokens + jnp.sum(active_B & ~is_frame_B),
+        kept=kept,
     )
     in_answer_B = (answer_start_B > 0) & (length_B >= answer_start_B)
     ended_B = in_answer_B & jnp.any(token_B[:, None] == eos_E, axis=-1)
@@ -278,7 +316,7 @@ def _next_token(frame, config, eos_E, state, chosen_B, length_B):
     return token_B.astype(jnp.int32), answer_start_B, is_bridge_B
 
 
-def _choose(config, logits_BV, state, number_B, length_B) -> jax.Array:
+def _choose(config, logits_BV, best_B, state, number_B, length_B) -> jax.Array:
     """The model's own choice: user turns sampled, answers mostly greedy."""
     in_answer_B = state.answer_start > 0
     greedy_B = in_answer_B & (number_B % config.sampled_every != 0)
@@ -291,7 +329,7 @@ def _choose(config, logits_BV, state, number_B, length_B) -> jax.Array:
 
     uniform_B = jax.vmap(uniform)(number_B, length_B)
     sampled_B = inverse_cdf(logits_BV / scale_B[:, None], uniform_B)
-    return jnp.where(greedy_B, argmax(logits_BV), sampled_B)
+    return jnp.where(greedy_B, best_B, sampled_B)
 
 
 def _repeats(history_BS, length_B, answer_start_B) -> jax.Array:
@@ -336,6 +374,7 @@ def write_all(
     first: int = 0,
     prompts: Sequence[Sequence[int]] = (),
     *,
+    keep: bool = False,
     steps: int = 32,
     watch: Callable[[WritingState], None] = lambda state: None,
 ) -> list[Conversation]:
@@ -348,13 +387,14 @@ def write_all(
       count: N.
       first: number of the first conversation: randomness counts on from it.
       prompts: N user turns, or none to have them written too.
+      keep: whether the conversations come with labels.
       steps: how often the state is shown to `watch`; changes no text.
       watch: shown the state on the way; must not keep it, it is donated.
 
     Raises:
       ValueError: as `start`.
     """
-    state = start(model, frame, config, count, prompts)
+    state = start(model, frame, config, count, prompts, keep)
     eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
     while not bool(state.done):
         state = write(
@@ -373,12 +413,15 @@ def write_all(
 
 def collect(frame: Frame, state: WritingState) -> list[Conversation]:
     """The conversations of a state that is done, in order."""
-    written, ends = jax.device_get((state.written, state.ends))
+    written, ends, kept = jax.device_get((state.written, state.ends, state.kept))
+    opening, bridge = len(frame.opening), len(frame.bridge)
     conversations = []
-    for tokens, (answer_start, length, finished) in zip(written, ends, strict=True):
-        prompt = tokens[len(frame.opening) : answer_start - len(frame.bridge)]
-        answer = tokens[answer_start:length]
+    for row, (answer_start, length, finished) in enumerate(ends):
+        prompt = written[row, opening : answer_start - bridge]
+        answer = written[row, answer_start:length]
+        read = (row, slice(opening, length - 1))
+        labels = kept and Labels(kept.states[read], kept.argmax[read])
         conversations.append(
-            Conversation(prompt.tolist(), answer.tolist(), bool(finished))
+            Conversation(prompt.tolist(), answer.tolist(), bool(finished), labels)
         )
     return conversations
