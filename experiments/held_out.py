@@ -13,6 +13,7 @@ from m2r2_jax.training import packing, writing
 from m2r2_jax.training.exchanges import chat_frame
 from m2r2_jax.training.labels import LabelStore, label_rows, place_batch
 from m2r2_jax.training.losses import Batch
+from m2r2_jax.training.writing_state import WritingConfig
 
 _ANSWER_TOKENS, _ROWS = 128, 40
 _NEVER = 10**6
@@ -52,7 +53,7 @@ def _write(model: Model) -> packing.Packed:
     prompts = load_prompts("embedded", None, None)
     encoded = [model.tokenizer.encode(prompt.turns[0]) for prompt in prompts]
     turns = [ids[: model.config.context_length - around] for ids in encoded]
-    config = writing.WritingConfig(
+    config = WritingConfig(
         rows=_ROWS,
         max_prompt_tokens=max(map(len, turns)),
         max_answer_tokens=_ANSWER_TOKENS,

@@ -20,8 +20,11 @@ from m2r2_jax.files import read_json_lines
 _SLOT = re.compile(r"\{(\w+?)(?:\.(\d))?\}|\{(\d+)\.\.(\d+)\}")
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou8])(?!uni|use|eu|one)", re.IGNORECASE)
 _SENTENCE = re.compile(r"[^.!?]+[.!?]+(?=\s|$)")
-# Code, lists, and talk about the talk itself.
-_UNFIT = re.compile(r"[`*#|\\{}]|SmolLM|\b(AI|I'm|I'd|I'll|assist)\b|(glad|happy) to")
+# Code, lists, talk about the talk itself, and what nobody should have to read.
+_UNFIT = re.compile(
+    r"[`*#|\\{}]|\d\. |SmolLM|\b(AI|I'm|I'd|I'll|assist)\b|(glad|happy) to|"
+    r"sex|suicid|murder|rape|kill|porn|nazi|terroris"
+)
 # Rows of the text that passages come from: text added behind them changes no prompt.
 _PASSAGE_ROWS = 8192
 _PASSAGE_WORDS = range(25, 90)

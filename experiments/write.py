@@ -26,7 +26,7 @@ from m2r2_jax.files import write_text
 from m2r2_jax.training import packing, writing
 from m2r2_jax.training.exchanges import chat_frame
 from m2r2_jax.training.kept_labels import GrowingStore, pack_labelled
-from m2r2_jax.training.writing import WritingConfig, WritingState
+from m2r2_jax.training.writing_state import WritingConfig, WritingState
 
 
 @dataclasses.dataclass(frozen=True)

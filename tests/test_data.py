@@ -8,9 +8,8 @@ import pytest
 import tiny_chat
 
 from m2r2_jax.training import packing
-from m2r2_jax.training.exchanges import chat_frame
+from m2r2_jax.training.exchanges import Conversation, chat_frame
 from m2r2_jax.training.packing import PADDING
-from m2r2_jax.training.writing import Conversation
 
 MODEL = tiny_chat.chat_model()
 TOKENIZER, FRAME = MODEL.tokenizer, chat_frame(MODEL.tokenizer)
