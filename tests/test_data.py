@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_chat
 
+from experiments.label import default_texts
 from m2r2_jax.training import packing
 from m2r2_jax.training.exchanges import Conversation, chat_frame
 from m2r2_jax.training.packing import PADDING
@@ -127,3 +128,14 @@ def test_ranking_counts_the_answers():
     assert ranking[0] == 257
     assert sorted(ranking) == list(range(300))
     assert (np.diff(counts[ranking]) <= 0).all()
+
+
+def test_text_to_label_is_what_was_written_here_or_comes_along(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = default_texts()
+    assert "self_written.jsonl.xz" in [path.name for path in shipped]
+    for path in shipped:
+        row = next(packing._rows(path))
+        assert row["prompt"] and row["response"]
+    (tmp_path / "results/write/shards").mkdir(parents=True)
+    assert [str(path) for path in default_texts()] == ["results/write/shards"]
