@@ -51,11 +51,11 @@ def run(settings: Settings) -> dict:
     store = LabelStore.create(settings.out, packed, model.config.width, about)
     ranking = packing.rank_tokens(conversations, model.config.vocab_size)
     np.save(settings.out / "ranking.npy", ranking)
-    trained = int(packed.trained.sum())
+    trained, filled = int(packed.trained.sum()), (packed.segment >= 0).mean()
     print(
         f"{', '.join(map(str, sources))}: {len(conversations)} conversations in "
-        f"{len(packed)} rows of {packed.tokens.shape[1]} tokens: {trained} to learn from, "
-        f"{(packed.segment >= 0).mean():.1%} of the rows filled"
+        f"{len(packed)} rows of {packed.tokens.shape[1]} tokens: "
+        f"{trained} to learn from, {filled:.1%} of the rows filled"
     )
     bar = progress_bar(len(packed), "row", store.rows_done)
     for done in label_rows(model, store, options.batch):
