@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 
@@ -238,7 +239,10 @@ def collect(frame: Frame, state: WritingState) -> list[Conversation]:
         prompt = written[row, opening : answer_start - bridge]
         answer = written[row, answer_start:length]
         read = (row, slice(opening, length - 1))
-        labels = kept and Labels(kept.states[read], kept.argmax[read])
+        labels = None
+        if kept is not None:
+            states = kept.states[read].view(ml_dtypes.bfloat16)
+            labels = Labels(states, kept.argmax[read])
         conversations.append(
             Conversation(prompt.tolist(), answer.tolist(), bool(finished), labels)
         )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.decoding import passes
@@ -54,7 +55,8 @@ class Kept:
     """What the model thought behind each token it read, by conversation.
 
     Attributes:
-      states: bf16 `[N, S, D]`, normalised final states.
+      states: `uint16[N, S, D]`, the bits of normalised final states in bf16: XLA's CPU
+        backend turns a whole bf16 array to f32 and back to write a few of its rows.
       argmax: `int32[N, S]`.
     """
 
@@ -63,14 +65,15 @@ class Kept:
 
     @classmethod
     def empty(cls, count: int, capacity: int, width: int) -> Kept:
-        states = jnp.zeros((count, capacity, width), jnp.bfloat16)
+        states = jnp.zeros((count, capacity, width), jnp.uint16)
         return cls(states, jnp.zeros((count, capacity), jnp.int32))
 
     def put(self, index_B, position_B, state_BD, argmax_B) -> Kept:
         """Keeps a token's labels of each row; idle rows have an index out of range."""
         at = (index_B, position_B)
+        bits_BD = lax.bitcast_convert_type(state_BD.astype(jnp.bfloat16), jnp.uint16)
         return Kept(
-            self.states.at[at].set(state_BD.astype(jnp.bfloat16), mode="drop"),
+            self.states.at[at].set(bits_BD, mode="drop"),
             self.argmax.at[at].set(argmax_B.astype(jnp.int32), mode="drop"),
         )
 
