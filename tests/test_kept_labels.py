@@ -63,7 +63,7 @@ def test_kept_labels_are_those_of_labelling_the_text(prompts, gguf, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.01)
     assert np.mean(found == expected) > 0.95  # Others lie at an edge of rounding.
     model = tiny_chat.chat_model()
-    logits = transformer.unembed(model.config, model.params, jnp.asarray(expected))
+    logits = transformer.unembed(model.decoder, model.params, jnp.asarray(expected))
     second, first = np.sort(logits, axis=-1)[:, -2:].T
     clear = first - second > 0.1
     assert clear.mean() > 0.5

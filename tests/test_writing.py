@@ -37,7 +37,7 @@ def written(config=CONFIG, count=10, first=0, prompts=(), steps=7):
     eos = jnp.asarray(sorted(model().tokenizer.eos_ids), jnp.int32)
     while not bool(state.done):
         state = writing.write(
-            model().config,
+            model().decoder,
             model().params,
             frame(),
             config,
