@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ _BATCH = 4
 def held_out_batches(model: Model, folder: Path) -> list[Batch]:
     """Labelled answers to the embedded prompts' first turns.
 
-    They are written and labelled once and kept in `folder`: settings and trainings
-    are compared on the same tokens.
+    They are written and labelled once and kept in `folder`: settings and trainings are
+    compared on the same tokens, and on those of the answers alone.
     """
     if not _complete(model, folder):
         packed = _write(model)
@@ -33,6 +34,9 @@ def held_out_batches(model: Model, folder: Path) -> list[Batch]:
         for _ in label_rows(model, store, _BATCH):
             pass
     store = LabelStore(folder)
+    # Drafts are never made in a prompt, which is more than a third of the tokens here.
+    answers = packing.in_answers(store.packed)
+    store.packed = dataclasses.replace(store.packed, trained=answers)
     rows = len(store.packed)
     pieces = np.array_split(np.arange(rows), -(-rows // _BATCH))
     return [place_batch(model, store, index) for index in pieces]

@@ -78,8 +78,13 @@ def test_packing_keeps_every_conversation_whole_and_once():
     packed = packing.pack(MANY, FRAME, 128, seed=3)
     opening = len(FRAME.opening)
     found = []
-    for tokens, segment, position, trained in zip(
-        packed.tokens, packed.segment, packed.position, packed.trained, strict=True
+    for tokens, segment, position, trained, answers in zip(
+        packed.tokens,
+        packed.segment,
+        packed.position,
+        packed.trained,
+        packing.in_answers(packed),
+        strict=True,
     ):
         assert tokens[:opening].tolist() == list(FRAME.opening)
         assert not segment[:opening].any() and not trained[:opening].any()
@@ -87,7 +92,8 @@ def test_packing_keeps_every_conversation_whole_and_once():
             here = np.flatnonzero(segment == number)
             assert (np.diff(here) == 1).all()
             assert position[here].tolist() == [*range(opening, opening + len(here))]
-            found.append((tokens[here].tolist(), trained[here].tolist()))
+            learned = trained[here].tolist(), answers[here].tolist()
+            found.append((tokens[here].tolist(), *learned))
         assert not trained[segment == PADDING].any()
     expected = []
     for c in MANY:
@@ -95,7 +101,8 @@ def test_packing_keeps_every_conversation_whole_and_once():
         # Behind which tokens the next is the conversation's, not the template's.
         own = [True] * len(c.prompt_ids) + [False] * len(FRAME.bridge)
         own += [True] * len(c.answer_ids)
-        expected.append((ids, [*own[1:], False]))
+        answer = [False] * (len(ids) - len(c.answer_ids)) + [True] * len(c.answer_ids)
+        expected.append((ids, [*own[1:], False], [*answer[1:], False]))
     assert sorted(found) == sorted(expected)
     filled = (packed.segment != PADDING).mean()
     assert filled > 0.9

@@ -180,6 +180,20 @@ def fill(rows: list[list[Conversation]], frame: Frame, length: int) -> Packed:
     return Packed(tokens, segment, position, trained)
 
 
+def in_answers(packed: Packed) -> np.ndarray:
+    """Trained tokens whose next one is an answer's, and not a prompt's: `bool[N, T]`.
+
+    Between the two stand tokens that are not trained: the template's.
+    """
+    found = np.zeros_like(packed.trained)
+    for row, segment in enumerate(packed.segment):
+        for number in range(1, segment.max() + 1):
+            here = np.flatnonzero(segment == number)
+            trained = packed.trained[row, here]
+            found[row, here] = trained & np.logical_or.accumulate(~trained)
+    return found
+
+
 def rank_tokens(conversations: Sequence[Conversation], vocab_size: int) -> np.ndarray:
     """All ids by how often the model's own text has them, commonest first: `[V]`.
 
