@@ -18,7 +18,7 @@ from importlib import resources
 from m2r2_jax.files import read_json_lines
 
 _SLOT = re.compile(r"\{(\w+?)(?:\.(\d))?\}|\{(\d+)\.\.(\d+)\}")
-_ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou8])(?!uni|use|eu|one)", re.IGNORECASE)
+_ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou])(?!uni|use|eu|one)", re.IGNORECASE)
 _SENTENCE = re.compile(r"[^.!?]+[.!?]+(?=\s|$)")
 # Code, lists, talk about the talk itself, and what nobody should have to read.
 _UNFIT = re.compile(
