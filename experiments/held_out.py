@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from m2r2_jax.training import packing, writing
 from m2r2_jax.training.exchanges import chat_frame
 from m2r2_jax.training.labels import LabelStore, label_rows, place_batch
 from m2r2_jax.training.losses import Batch
+from m2r2_jax.training.writing_state import WritingConfig
 
 _ANSWER_TOKENS, _ROWS = 128, 40
 _NEVER = 10**6
@@ -22,8 +24,8 @@ _BATCH = 4
 def held_out_batches(model: Model, folder: Path) -> list[Batch]:
     """Labelled answers to the embedded prompts' first turns.
 
-    They are written and labelled once and kept in `folder`: settings and trainings
-    are compared on the same tokens.
+    They are written and labelled once and kept in `folder`: settings and trainings are
+    compared on the same tokens, and on those of the answers alone.
     """
     if not _complete(model, folder):
         packed = _write(model)
@@ -32,6 +34,9 @@ def held_out_batches(model: Model, folder: Path) -> list[Batch]:
         for _ in label_rows(model, store, _BATCH):
             pass
     store = LabelStore(folder)
+    # Drafts are never made in a prompt, which is more than a third of the tokens here.
+    answers = packing.in_answers(store.packed)
+    store.packed = dataclasses.replace(store.packed, trained=answers)
     rows = len(store.packed)
     pieces = np.array_split(np.arange(rows), -(-rows // _BATCH))
     return [place_batch(model, store, index) for index in pieces]
@@ -52,7 +57,7 @@ def _write(model: Model) -> packing.Packed:
     prompts = load_prompts("embedded", None, None)
     encoded = [model.tokenizer.encode(prompt.turns[0]) for prompt in prompts]
     turns = [ids[: model.config.context_length - around] for ids in encoded]
-    config = writing.WritingConfig(
+    config = WritingConfig(
         rows=_ROWS,
         max_prompt_tokens=max(map(len, turns)),
         max_answer_tokens=_ANSWER_TOKENS,

@@ -35,9 +35,12 @@ def run(settings: Settings) -> dict:
     options = read_options(LabelOptions, settings.overrides)
     model = load_for_batches(settings)
     frame = chat_frame(model.tokenizer)
-    source = settings.data or _default_text()
-    conversations = packing.read_conversations(source, model.tokenizer, frame)
-    conversations = conversations[: settings.limit]
+    sources = [settings.data] if settings.data else default_texts()
+    conversations = [
+        conversation
+        for source in sources
+        for conversation in packing.read_conversations(source, model.tokenizer, frame)
+    ][: settings.limit]
     packed = packing.pack(conversations, frame, options.row_length, settings.seed)
     about = {
         **batch_identity(model),
@@ -48,11 +51,11 @@ def run(settings: Settings) -> dict:
     store = LabelStore.create(settings.out, packed, model.config.width, about)
     ranking = packing.rank_tokens(conversations, model.config.vocab_size)
     np.save(settings.out / "ranking.npy", ranking)
-    trained = int(packed.trained.sum())
+    trained, filled = int(packed.trained.sum()), (packed.segment >= 0).mean()
     print(
-        f"{source}: {len(conversations)} conversations in {len(packed)} rows of "
-        f"{packed.tokens.shape[1]} tokens: {trained} to learn from, "
-        f"{(packed.segment >= 0).mean():.1%} of the rows filled"
+        f"{', '.join(map(str, sources))}: {len(conversations)} conversations in "
+        f"{len(packed)} rows of {packed.tokens.shape[1]} tokens: "
+        f"{trained} to learn from, {filled:.1%} of the rows filled"
     )
     bar = progress_bar(len(packed), "row", store.rows_done)
     for done in label_rows(model, store, options.batch):
@@ -61,9 +64,10 @@ def run(settings: Settings) -> dict:
     return {"experiment": "label", "tokens": trained, "rows": len(packed)}
 
 
-def _default_text() -> Path:
-    """What `--exp=write` wrote here, else the text that comes with the project."""
+def default_texts() -> list[Path]:
+    """What `--exp=write` wrote here, else the texts that come with the project."""
     written = Path("results/write/shards")
     if written.is_dir():
-        return written
-    return Path(str(resources.files("experiments") / "data" / "self_written.jsonl.xz"))
+        return [written]
+    data = Path(str(resources.files("experiments") / "data"))
+    return sorted(data.glob("*_written.jsonl.xz"))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tiny_chat
 
+from experiments.label import default_texts
 from m2r2_jax.training import packing
-from m2r2_jax.training.exchanges import chat_frame
+from m2r2_jax.training.exchanges import Conversation, chat_frame
 from m2r2_jax.training.labels import LabelStore, label_rows
 from m2r2_jax.training.packing import PADDING
-from m2r2_jax.training.writing import Conversation
 
 MODEL = tiny_chat.chat_model()
 TOKENIZER, FRAME = MODEL.tokenizer, chat_frame(MODEL.tokenizer)
@@ -115,8 +115,13 @@ def test_packing_keeps_every_conversation_whole_and_once():
     packed = packing.pack(MANY, FRAME, 128, seed=3)
     opening = len(FRAME.opening)
     found = []
-    for tokens, segment, position, trained in zip(
-        packed.tokens, packed.segment, packed.position, packed.trained, strict=True
+    for tokens, segment, position, trained, answers in zip(
+        packed.tokens,
+        packed.segment,
+        packed.position,
+        packed.trained,
+        packing.in_answers(packed),
+        strict=True,
     ):
         assert tokens[:opening].tolist() == list(FRAME.opening)
         assert not segment[:opening].any() and not trained[:opening].any()
@@ -124,7 +129,8 @@ def test_packing_keeps_every_conversation_whole_and_once():
             here = np.flatnonzero(segment == number)
             assert (np.diff(here) == 1).all()
             assert position[here].tolist() == [*range(opening, opening + len(here))]
-            found.append((tokens[here].tolist(), trained[here].tolist()))
+            learned = trained[here].tolist(), answers[here].tolist()
+            found.append((tokens[here].tolist(), *learned))
         assert not trained[segment == PADDING].any()
     expected = []
     for c in MANY:
@@ -132,7 +138,8 @@ def test_packing_keeps_every_conversation_whole_and_once():
         # Behind which tokens the next is the conversation's, not the template's.
         own = [True] * len(c.prompt_ids) + [False] * len(FRAME.bridge)
         own += [True] * len(c.answer_ids)
-        expected.append((ids, [*own[1:], False]))
+        answer = [False] * (len(ids) - len(c.answer_ids)) + [True] * len(c.answer_ids)
+        expected.append((ids, [*own[1:], False], [*answer[1:], False]))
     assert sorted(found) == sorted(expected)
     filled = (packed.segment != PADDING).mean()
     assert filled > 0.9
@@ -165,3 +172,14 @@ def test_ranking_counts_the_answers():
     assert ranking[0] == 257
     assert sorted(ranking) == list(range(300))
     assert (np.diff(counts[ranking]) <= 0).all()
+
+
+def test_text_to_label_is_what_was_written_here_or_comes_along(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = default_texts()
+    assert "self_written.jsonl.xz" in [path.name for path in shipped]
+    for path in shipped:
+        row = next(packing._rows(path))
+        assert row["prompt"] and row["response"]
+    (tmp_path / "results/write/shards").mkdir(parents=True)
+    assert [str(path) for path in default_texts()] == ["results/write/shards"]

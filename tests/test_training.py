@@ -22,7 +22,7 @@ from m2r2_jax.training.exchanges import chat_frame
 from m2r2_jax.training.labels import LabelStore
 from m2r2_jax.training.losses import Batch, draft_losses
 from m2r2_jax.training.steps import TrainConfig
-from m2r2_jax.training.writing import WritingConfig
+from m2r2_jax.training.writing_state import WritingConfig
 
 MODEL = tiny_chat.chat_model(gain=2)
 FRAME = chat_frame(MODEL.tokenizer)

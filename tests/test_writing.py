@@ -13,7 +13,8 @@ from m2r2_jax import build_method
 from m2r2_jax.training import writing
 from m2r2_jax.training.exchanges import chat_frame
 from m2r2_jax.training.inverse_cdf import inverse_cdf
-from m2r2_jax.training.writing import LOOP_NGRAM, WritingConfig
+from m2r2_jax.training.writing import LOOP_NGRAM
+from m2r2_jax.training.writing_state import WritingConfig
 
 CONFIG = WritingConfig(
     rows=4, max_prompt_tokens=12, max_answer_tokens=40, sampled_every=3, seed=5
@@ -36,7 +37,7 @@ def written(config=CONFIG, count=10, first=0, prompts=(), steps=7):
     eos = jnp.asarray(sorted(model().tokenizer.eos_ids), jnp.int32)
     while not bool(state.done):
         state = writing.write(
-            model().config,
+            model().decoder,
             model().params,
             frame(),
             config,

@@ -4,6 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """What the model thought behind each token of some ids, in order.
+
+    Attributes:
+      states: bf16 `[n, D]`, normalised final states.
+      argmax: `int32[n]`, the most likely next ids.
+    """
+
+    states: np.ndarray
+    argmax: np.ndarray
+
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
@@ -13,11 +28,14 @@ class Conversation:
       prompt_ids: the user turn, without the template's tokens.
       answer_ids: the answer, its ending id included when it has one.
       finished: whether the answer came to its own end; False where it was cut.
+      labels: of the prompt, the template's ids behind it and the answer but its last
+        id, which the model that wrote it has not read; None where they were not kept.
     """
 
     prompt_ids: list[int]
     answer_ids: list[int]
     finished: bool
+    labels: Labels | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.training.losses import Batch
 from m2r2_jax.training.packing import OPENING, Packed
 
-_PACKED = tuple(field.name for field in dataclasses.fields(Packed))
+PACKED_NAMES = tuple(field.name for field in dataclasses.fields(Packed))
 
 
 def packed_rows(config: ModelConfig, segment_BT, position_BT) -> transformer.Rows:
@@ -76,8 +76,12 @@ class LabelStore:
             )
         self.meta = json.loads((folder / "labels.json").read_text())
         rows, length, width = self.meta["shape"]
+        # Longer than `rows` where a store that grows was interrupted.
         self.packed = Packed(
-            *(np.load(folder / f"{name}.npy", mmap_mode="r") for name in _PACKED)
+            *(
+                np.load(folder / f"{name}.npy", mmap_mode="r")[:rows]
+                for name in PACKED_NAMES
+            )
         )
         self.states = np.memmap(
             folder / "states.bf16",
@@ -107,7 +111,7 @@ class LabelStore:
         known = json.loads(path.read_text()) if path.is_file() else {}
         if known.get("about") != about or known.get("shape") != list(shape):
             path.unlink(missing_ok=True)
-            for name in _PACKED:
+            for name in PACKED_NAMES:
                 np.save(folder / f"{name}.npy", getattr(packed, name))
             for name, itemsize, size in (
                 ("states.bf16", 2, np.prod(shape)),

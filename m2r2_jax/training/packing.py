@@ -134,9 +134,14 @@ class Packed:
 def pack(
     conversations: Sequence[Conversation], frame: Frame, length: int, seed: int
 ) -> Packed:
-    """Packs conversations, shuffled, first row with room first.
+    """Packs conversations as `arrange` has them, cut at the end of their row."""
+    return fill(arrange(conversations, frame, length, seed), frame, length)
 
-    Conversations that do not fit a row are cut at its end.
+
+def arrange(
+    conversations: Sequence[Conversation], frame: Frame, length: int, seed: int
+) -> list[list[Conversation]]:
+    """Which conversations share a row: shuffled, first row with room first.
 
     Args:
       conversations: to pack; those without prompt or answer are left out.
@@ -164,7 +169,7 @@ def pack(
         rows[row].append(conversation)
         left[row] -= size
         open_rows = [row for row in open_rows[-64:] if left[row] > len(frame.bridge)]
-    return _fill(rows, frame, length)
+    return rows
 
 
 def _body(conversation: Conversation, frame: Frame) -> tuple[list[int], list[bool]]:
@@ -179,7 +184,8 @@ def _body(conversation: Conversation, frame: Frame) -> tuple[list[int], list[boo
     return ids, trained.tolist()
 
 
-def _fill(rows: list[list[Conversation]], frame: Frame, length: int) -> Packed:
+def fill(rows: list[list[Conversation]], frame: Frame, length: int) -> Packed:
+    """Rows of conversations as arrays."""
     shape, opening = (len(rows), length), len(frame.opening)
     tokens = np.zeros(shape, np.int32)
     segment = np.full(shape, PADDING, np.int16)
@@ -201,6 +207,20 @@ def _fill(rows: list[list[Conversation]], frame: Frame, length: int) -> Packed:
             at = end
         trained[row, length - 1] = False
     return Packed(tokens, segment, position, trained)
+
+
+def in_answers(packed: Packed) -> np.ndarray:
+    """Trained tokens whose next one is an answer's, and not a prompt's: `bool[N, T]`.
+
+    Between the two stand tokens that are not trained: the template's.
+    """
+    found = np.zeros_like(packed.trained)
+    for row, segment in enumerate(packed.segment):
+        for number in range(1, segment.max() + 1):
+            here = np.flatnonzero(segment == number)
+            trained = packed.trained[row, here]
+            found[row, here] = trained & np.logical_or.accumulate(~trained)
+    return found
 
 
 def rank_tokens(conversations: Sequence[Conversation], vocab_size: int) -> np.ndarray:

@@ -10,175 +10,25 @@ settings, since sums round differently with it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-from flax import struct
 from jax import lax
 
 from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.decoding import passes
-from m2r2_jax.models import sharding
-from m2r2_jax.models.cache import KVCache, init_cache
 from m2r2_jax.models.config import Decoder
 from m2r2_jax.models.layers import argmax
 from m2r2_jax.ops import compilation
-from m2r2_jax.training.exchanges import Conversation, Frame
+from m2r2_jax.training.exchanges import Conversation, Frame, Labels
 from m2r2_jax.training.inverse_cdf import inverse_cdf
+from m2r2_jax.training.writing_state import WritingConfig, WritingState, start
 
 LOOP_NGRAM = 8  # A turn has run into a loop at the third appearance of such a run.
-
-
-@dataclasses.dataclass(frozen=True)
-class WritingConfig:
-    """How conversations are written.
-
-    Attributes:
-      rows: conversations decoded side by side (B).
-      max_prompt_tokens: a user turn is cut there.
-      max_answer_tokens: an answer is cut there.
-      sampled_every: one answer in so many is sampled, the others are greedy.
-      answer_temperature: of the sampled answers; user turns are sampled at 1.
-      seed: of all randomness.
-    """
-
-    rows: int = 128
-    max_prompt_tokens: int = 64
-    max_answer_tokens: int = 160
-    sampled_every: int = 4
-    answer_temperature: float = 0.8
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("rows", "max_prompt_tokens", "max_answer_tokens", "sampled_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        if not self.answer_temperature > 0:
-            raise ValueError(
-                f"answer_temperature {self.answer_temperature} must be positive; for "
-                "greedy answers only, make sampled_every larger than the count"
-            )
-
-
-@struct.dataclass
-class WritingState:
-    """Everything the loop carries: B rows at work on N conversations.
-
-    Attributes:
-      cache: holds `length - 1` positions of each row.
-      history: `int32[B, S]`, the rows' tokens from the opening on.
-      index: `int32[B]`, the conversation a row is at; N for an idle row.
-      answer_start: `int32[B]`, where the answer begins; 0 while the user's turn is on.
-      next_index: `int32[]`, the first conversation nobody has taken.
-      given: `int32[N, U]` user turns that were given; unread behind `given_length`.
-      given_length: `int32[N]`; 0 where the model writes the user's turn itself.
-      written: `int32[N, S]`, tokens of ended conversations.
-      ends: `int32[N, 3]`, for each: answer start, length, 1 if it ended by itself.
-      tokens: `int32[]`, tokens chosen or given so far, the template's left out.
-    """
-
-    cache: KVCache
-    history: jax.Array
-    index: jax.Array
-    answer_start: jax.Array
-    next_index: jax.Array
-    given: jax.Array
-    given_length: jax.Array
-    written: jax.Array
-    ends: jax.Array
-    tokens: jax.Array
-
-    @property
-    def done(self) -> jax.Array:
-        """Whether every conversation has ended."""
-        return jnp.all(self.index >= len(self.given))
-
-
-def start(
-    model: Model,
-    frame: Frame,
-    config: WritingConfig,
-    count: int,
-    prompts: Sequence[Sequence[int]] = (),
-) -> WritingState:
-    """The state before the first token of `count` conversations.
-
-    Args:
-      model: from `load`.
-      frame: from `exchanges.chat_frame`.
-      config: how to write.
-      count: N.
-      prompts: N user turns, or none to have them written too.
-
-    Raises:
-      ValueError: a prompt is longer than `max_prompt_tokens`, or the context is short.
-    """
-    longest = max((len(p) for p in prompts), default=0)
-    if longest > config.max_prompt_tokens:
-        where = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-        raise ValueError(
-            f"prompt {where} has {longest} tokens, max_prompt_tokens is "
-            f"{config.max_prompt_tokens}; raise it or leave the prompt out"
-        )
-    capacity = _capacity(frame, config)
-    if capacity > model.config.context_length:
-        raise ValueError(
-            f"a conversation may take {capacity} tokens, the context holds "
-            f"{model.config.context_length}; lower max_prompt_tokens or "
-            "max_answer_tokens"
-        )
-    given = np.zeros((count, config.max_prompt_tokens), np.int32)
-    for row, prompt in enumerate(prompts):
-        given[row, : len(prompt)] = prompt
-    given_length = np.array([len(p) for p in prompts] or [0] * count, np.int32)
-    B = config.rows
-    history = np.zeros((B, capacity), np.int32)
-    history[:, : len(frame.opening)] = frame.opening
-    index = np.minimum(np.arange(B), count).astype(np.int32)
-
-    return WritingState(
-        cache=_opened_cache(model, frame, model.place(history)),
-        history=model.place(history),
-        index=model.place(index),
-        answer_start=model.place(np.zeros(B, np.int32)),
-        next_index=jnp.int32(min(B, count)),
-        given=jnp.asarray(given),
-        given_length=jnp.asarray(given_length),
-        written=jnp.zeros((count, capacity), jnp.int32),
-        ends=jnp.zeros((count, 3), jnp.int32),
-        tokens=jnp.int32(0),
-    )
-
-
-def _capacity(frame: Frame, config: WritingConfig) -> int:
-    around = len(frame.opening) + len(frame.bridge)
-    return around + config.max_prompt_tokens + config.max_answer_tokens
-
-
-def _opened_cache(model: Model, frame: Frame, history: jax.Array) -> KVCache:
-    """A cache whose rows all hold the opening but its last token."""
-    B, capacity = history.shape
-    opening = len(frame.opening) - 1
-    cache = jax.jit(
-        functools.partial(
-            init_cache,
-            model.config,
-            B,
-            capacity,
-            model.stream_dtype,
-            unrolled=model.unrolled,
-        )
-    )()
-    if model.mesh is not None:
-        cache = jax.device_put(cache, sharding.cache_shardings(model.mesh, cache))
-    hidden = jnp.zeros((B, model.config.width), model.stream_dtype)
-    count = jnp.full((B,), opening, jnp.int32)
-    tokens = history[:, :opening]
-    return passes.prefill(model.decoder, model.params, cache, hidden, tokens, count)[0]
 
 
 @functools.partial(
@@ -224,7 +74,7 @@ def _step(decoder, params, frame, config, eos_E, first, state) -> WritingState:
     """One token for every row; ended conversations are stored and replaced."""
     length_B = state.cache.length + 1
     root_B1 = jnp.take_along_axis(state.history, length_B[:, None] - 1, axis=1)
-    _, logits_B1V, cache = passes.score(
+    state_B1D, logits_B1V, cache = passes.score(
         decoder,
         params,
         state.cache,
@@ -232,7 +82,13 @@ def _step(decoder, params, frame, config, eos_E, first, state) -> WritingState:
         np.zeros(1, np.int32),
         np.ones((1, 1), bool),
     )
-    chosen_B = _choose(config, logits_B1V[:, 0], state, first + state.index, length_B)
+    logits_BV = logits_B1V[:, 0]
+    best_B = argmax(logits_BV)
+    kept = state.kept
+    if kept is not None:
+        kept = kept.put(state.index, length_B - 1, state_B1D[:, 0], best_B)
+    number_B = first + state.index
+    chosen_B = _choose(config, logits_BV, best_B, state, number_B, length_B)
     token_B, answer_start_B, is_frame_B = _next_token(
         frame, config, eos_E, state, chosen_B, length_B
     )
@@ -243,6 +99,7 @@ def _step(decoder, params, frame, config, eos_E, first, state) -> WritingState:
         history=state.history.at[row_B, length_B].set(token_B),
         answer_start=answer_start_B,
         tokens=state.tokens + jnp.sum(active_B & ~is_frame_B),
+        kept=kept,
     )
     in_answer_B = (answer_start_B > 0) & (length_B >= answer_start_B)
     ended_B = in_answer_B & jnp.any(token_B[:, None] == eos_E, axis=-1)
@@ -278,7 +135,7 @@ def _next_token(frame, config, eos_E, state, chosen_B, length_B):
     return token_B.astype(jnp.int32), answer_start_B, is_bridge_B
 
 
-def _choose(config, logits_BV, state, number_B, length_B) -> jax.Array:
+def _choose(config, logits_BV, best_B, state, number_B, length_B) -> jax.Array:
     """The model's own choice: user turns sampled, answers mostly greedy."""
     in_answer_B = state.answer_start > 0
     greedy_B = in_answer_B & (number_B % config.sampled_every != 0)
@@ -291,7 +148,7 @@ def _choose(config, logits_BV, state, number_B, length_B) -> jax.Array:
 
     uniform_B = jax.vmap(uniform)(number_B, length_B)
     sampled_B = inverse_cdf(logits_BV / scale_B[:, None], uniform_B)
-    return jnp.where(greedy_B, argmax(logits_BV), sampled_B)
+    return jnp.where(greedy_B, best_B, sampled_B)
 
 
 def _repeats(history_BS, length_B, answer_start_B) -> jax.Array:
@@ -336,6 +193,7 @@ def write_all(
     first: int = 0,
     prompts: Sequence[Sequence[int]] = (),
     *,
+    keep: bool = False,
     steps: int = 32,
     watch: Callable[[WritingState], None] = lambda state: None,
 ) -> list[Conversation]:
@@ -348,13 +206,14 @@ def write_all(
       count: N.
       first: number of the first conversation: randomness counts on from it.
       prompts: N user turns, or none to have them written too.
+      keep: whether the conversations come with labels.
       steps: how often the state is shown to `watch`; changes no text.
       watch: shown the state on the way; must not keep it, it is donated.
 
     Raises:
       ValueError: as `start`.
     """
-    state = start(model, frame, config, count, prompts)
+    state = start(model, frame, config, count, prompts, keep)
     eos = jnp.asarray(sorted(model.tokenizer.eos_ids), jnp.int32)
     while not bool(state.done):
         state = write(
@@ -373,12 +232,18 @@ def write_all(
 
 def collect(frame: Frame, state: WritingState) -> list[Conversation]:
     """The conversations of a state that is done, in order."""
-    written, ends = jax.device_get((state.written, state.ends))
+    written, ends, kept = jax.device_get((state.written, state.ends, state.kept))
+    opening, bridge = len(frame.opening), len(frame.bridge)
     conversations = []
-    for tokens, (answer_start, length, finished) in zip(written, ends, strict=True):
-        prompt = tokens[len(frame.opening) : answer_start - len(frame.bridge)]
-        answer = tokens[answer_start:length]
+    for row, (answer_start, length, finished) in enumerate(ends):
+        prompt = written[row, opening : answer_start - bridge]
+        answer = written[row, answer_start:length]
+        read = (row, slice(opening, length - 1))
+        labels = None
+        if kept is not None:
+            states = kept.states[read].view(ml_dtypes.bfloat16)
+            labels = Labels(states, kept.argmax[read])
         conversations.append(
-            Conversation(prompt.tolist(), answer.tolist(), bool(finished))
+            Conversation(prompt.tolist(), answer.tolist(), bool(finished), labels)
         )
     return conversations
