@@ -93,7 +93,13 @@ def tiny_params(config: ModelConfig = TINY, *, seed: int = 2) -> dict:
 
 
 def tiny_accelerators(
-    exit_layer: int, *, scale: float, carry: float, rank: int = 3, seed: int = 0
+    exit_layer: int,
+    *,
+    scale: float,
+    carry: float,
+    rank: int = 3,
+    seed: int = 0,
+    config: ModelConfig = TINY,
 ) -> dict:
     """Stacked accelerators whose low-rank products are random.
 
@@ -103,11 +109,11 @@ def tiny_accelerators(
       carry: of the maps of the carry and of the exit.
       rank: of every pair.
       seed: of the values.
+      config: the model.
     """
     rng = np.random.default_rng(seed)
-    init = functools.partial(
-        multirate.init_accelerators, TINY, multirate.MultiRateConfig(exit_layer, rank)
-    )
+    rates = multirate.MultiRateConfig(exit_layer, rank)
+    init = functools.partial(multirate.init_accelerators, config, rates)
 
     def fill(path, leaf):
         gain = carry if path[0].key in ("carry", "exit") else scale
