@@ -11,7 +11,9 @@ from experiments.compiled import Program
 from experiments.kernel_shapes import LLAMA_3_8B, SMOLLM2
 from m2r2_jax.decoding import loop, passes
 from m2r2_jax.decoding.drafting import Drafter
-from m2r2_jax.decoding.sampling import Adjustments, Sampling, SamplingParams
+from m2r2_jax.decoding.adjustments import Adjustments
+from m2r2_jax.decoding.sampling import Sampling
+from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.decoding.state import DecodeState, Trace
 from m2r2_jax.drafters import MultiRateChain, NoDrafts
 from m2r2_jax.drafters.draft_head import draft_head
