@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import math
@@ -71,14 +70,10 @@ def topology_device(topology: str):
 
 def compile_for(device, program: Program) -> dict:
     """What the TPU compiler says of a program; `error` is None where it compiled."""
-    place = functools.partial(
-        jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device)
-    )
-    arguments = jax.tree.map(lambda a: place(a.shape, a.dtype), program.arguments)
     started = time.perf_counter()
     try:
         with _without_lines():
-            compiled = program.lower(arguments).compile()
+            compiled = program.lower(placed(device, program.arguments)).compile()
     except Exception as error:
         return {"program": program.name, "error": first_lines(error)}
     row = {
@@ -87,6 +82,14 @@ def compile_for(device, program: Program) -> dict:
         "compile_seconds": time.perf_counter() - started,
     }
     return row | facts(compiled)
+
+
+def placed(device, arguments):
+    """The abstract arguments on a device, which a program is then lowered for."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
+    )
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from experiments.compiled import Program
 from experiments.kernel_shapes import LLAMA_3_8B, SMOLLM2
 from m2r2_jax.decoding import loop, passes
-from m2r2_jax.decoding.drafting import Drafter
 from m2r2_jax.decoding.adjustments import Adjustments
+from m2r2_jax.decoding.drafting import Drafter
 from m2r2_jax.decoding.sampling import Sampling
 from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.decoding.state import DecodeState, Trace
@@ -21,10 +21,12 @@ from m2r2_jax.models.cache import init_cache
 from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.models.multirate import MultiRateConfig, init_accelerators
 from m2r2_jax.models.transformer import init_params, like_matrices
+from m2r2_jax.ops.execution import PLAIN, Execution
 from m2r2_jax.training.losses import Batch
 from m2r2_jax.training.steps import TrainConfig, init_state, train_step
 
 _DTYPE = jnp.bfloat16
+_KERNELS = Execution(kernels="tpu")
 # The blocks' matrices, which alone are narrow in training.
 _MATRICES = ("qkv", "out", "gate_up", "down")
 _SLOTS, _HEAD_IDS = 4096, 16_384
@@ -39,8 +41,9 @@ def model_programs() -> list[Program]:
         _prefill(SMOLLM2),
         _decode("plain step", SMOLLM2, NoDrafts(), {}),
         _decode("round of 4 drafts", SMOLLM2, chain, _stream(SMOLLM2)),
+        _decode("round of 4 drafts", SMOLLM2, chain, _stream(SMOLLM2), _KERNELS),
         _train_step(SMOLLM2),
-        _decode("round of 4 drafts", LLAMA_3_8B, chain, _stream(LLAMA_3_8B)),
+        _decode("round of 4 drafts", LLAMA_3_8B, chain, _stream(LLAMA_3_8B), _KERNELS),
     ]
 
 
@@ -59,15 +62,22 @@ def _prefill(config: ModelConfig) -> Program:
     return Program(f"{config.name} prefill of {passes.PREFILL_CHUNK}", lower, given)
 
 
-def _decode(name: str, config: ModelConfig, drafter: Drafter, extra: dict) -> Program:
+def _decode(
+    name: str,
+    config: ModelConfig,
+    drafter: Drafter,
+    extra: dict,
+    execution: Execution = PLAIN,
+) -> Program:
     """Rounds of one conversation, in the loop that runs them."""
 
     def lower(given):
-        return loop.decode.lower(Decoder(config), drafter, *given)
+        return loop.decode.lower(Decoder(config, execution), drafter, *given)
 
     state = jax.eval_shape(functools.partial(_state, config, drafter))
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
     given = {"model": _model(config), **extra}, state, rounds
+    name += ", kernels" if execution.kernels else ""
     return Program(f"{config.name} {name}", lower, given)
 
 
@@ -92,7 +102,9 @@ def _train_step(config: ModelConfig) -> Program:
 
     # The stream is f32: the teacher's states enter it so.
     params = _model(config, jnp.float32)
-    head = jax.eval_shape(lambda p: draft_head(p, jnp.arange(_HEAD_IDS)), params)
+    head = jax.eval_shape(
+        lambda p: draft_head(config, p, jnp.arange(_HEAD_IDS)), params
+    )
     given = params, head, *jax.eval_shape(arguments)
     name = f"{config.name} training step, {_BATCH} x {_TOKENS} tokens"
     return Program(name, lower, given)
@@ -134,7 +146,7 @@ def _stream(config: ModelConfig) -> dict:
 
     def make(params):
         accelerators = init_accelerators(config, _RATES, jax.random.key(0))
-        head = draft_head(params, jnp.arange(_HEAD_IDS))
+        head = draft_head(config, params, jnp.arange(_HEAD_IDS))
         return {"accelerators": like_matrices(params, accelerators), "head": head}
 
     return jax.eval_shape(make, _model(config))

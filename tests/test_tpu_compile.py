@@ -91,9 +91,14 @@ def test_copies_and_fingerprints_are_read_from_hlo():
     assert compiled.fingerprint(other) != compiled.fingerprint(texts[0])
 
 
+@needs_libtpu
 def test_whole_programs_lower_without_weights():
+    device = compiled.topology_device("v5e:2x2")
     programs = model_programs()
     assert len({program.name for program in programs}) == len(programs)
     for program in programs:
         if "8B" not in program.name:
-            program.lower(program.arguments)
+            lowered = program.lower(compiled.placed(device, program.arguments))
+            assert ("kernels" in program.name) == (
+                "tpu_custom_call" in lowered.as_text()
+            )
