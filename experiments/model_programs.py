@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from experiments.compiled import Program
 from experiments.kernel_shapes import LLAMA_3_8B, SMOLLM2
 from m2r2_jax.decoding import loop, passes
-from m2r2_jax.decoding.drafting import Drafter
 from m2r2_jax.decoding.adjustments import Adjustments
+from m2r2_jax.decoding.drafting import Drafter
 from m2r2_jax.decoding.sampling import Sampling
 from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.decoding.state import DecodeState, Trace
