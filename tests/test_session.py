@@ -13,12 +13,12 @@ from conftest import (
     run_one,
 )
 
+from m2r2_jax.checkpoints.model import Model
 from m2r2_jax.decoding import passes
 from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.drafters import PromptLookup
 from m2r2_jax.drafters.methods import Method
 from m2r2_jax.serving import session
-from m2r2_jax.serving.engine import Engine
 from m2r2_jax.serving.session import Session
 
 PROMPT = [5, 17, 42, 3]
@@ -172,7 +172,7 @@ def used_session(tiny_model, monkeypatch):
 
     monkeypatch.setattr(passes, "prefill", forbidden)
     monkeypatch.setattr(session, "grow", forbidden)
-    monkeypatch.setattr(Engine, "place", forbidden)
+    monkeypatch.setattr(Model, "place", forbidden)
     return used
 
 
