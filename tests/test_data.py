@@ -8,6 +8,7 @@ import pytest
 import tiny_chat
 
 from experiments.label import default_texts
+from m2r2_jax.files import read_json_lines
 from m2r2_jax.training import packing
 from m2r2_jax.training.exchanges import Conversation, chat_frame
 from m2r2_jax.training.labels import LabelStore, label_rows
@@ -177,9 +178,12 @@ def test_ranking_counts_the_answers():
 def test_text_to_label_is_what_was_written_here_or_comes_along(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shipped = default_texts()
-    assert "self_written.jsonl.xz" in [path.name for path in shipped]
+    assert [path.name for path in shipped] == [
+        "self_written.jsonl.xz",
+        "task_written.jsonl.xz",
+    ]
     for path in shipped:
-        row = next(packing._rows(path))
+        row = next(read_json_lines(path))
         assert row["prompt"] and row["response"]
     (tmp_path / "results/write/shards").mkdir(parents=True)
     assert [str(path) for path in default_texts()] == ["results/write/shards"]
