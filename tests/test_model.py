@@ -82,3 +82,24 @@ def test_float16_is_taken_with_a_warning(path):
     with pytest.warns(UserWarning, match="float16 holds numbers up to 65504"):
         model = m2r2_jax.load(path, dtype=jnp.float16)
     assert model.params["blocks"][0]["out"].dtype == jnp.float16
+
+
+def test_ids_without_a_text_are_never_chosen(path):
+    """The file's embedding has three times as many rows as there are tokens."""
+    model = m2r2_jax.load(path)
+    assert CONFIG.vocab_size > model.config.decodable == len(TOKENS)
+    result = m2r2_jax.generate(
+        "he said",
+        model,
+        max_new_tokens=40,
+        min_new_tokens=40,
+        temperature=5.0,
+        details=True,
+    )
+    assert len(set(result.token_ids)) > 20
+    assert max(result.token_ids) < len(TOKENS)
+
+
+def test_folder_is_refused_with_what_is_missing(tmp_path):
+    with pytest.raises(ValueError, match="tokenizers of folders are not read yet"):
+        m2r2_jax.load(tmp_path)

@@ -203,8 +203,12 @@ def _axis_sizes(fields: dict) -> dict[str, int] | None:
 
 
 def _config(fields: dict) -> ModelConfig:
-    wanted = (field.name for field in dataclasses.fields(ModelConfig))
-    return ModelConfig(**{name: fields[name] for name in wanted if name in fields})
+    """The config of sound fields. What other families have is off by default; the rows
+    of a feature of that kind only refuse it, and their value for off is the file's.
+    """
+    every = dataclasses.fields(ModelConfig)
+    wanted = [field.name for field in every if field.default is dataclasses.MISSING]
+    return ModelConfig(**{name: fields[name] for name in wanted})
 
 
 def _tokenizer_fields(metadata: Mapping, problems: list[str], **known) -> dict:

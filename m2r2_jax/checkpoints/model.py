@@ -106,11 +106,17 @@ def load(
     if unrolled is None:
         # A layer sliced off a stack is copied before a kernel reads it.
         unrolled = backend != "tpu" or kernels is not None
+    if path is not None and Path(path).is_dir():
+        raise ValueError(
+            f"{str(path)!r} is a folder, and tokenizers of folders are not read yet; "
+            "load a GGUF file of this model. Config and weights alone: "
+            "m2r2_jax.checkpoints.hugging_face.load_folder_params"
+        )
     file = GGUFFile(fetch.default_model_file() if path is None else path)
     name = fetch.DEFAULT_MODEL if path is None else file.path.stem
     config, vocabulary = describe(file)
-    config = dataclasses.replace(config, name=name)
     tokenizer = Tokenizer(vocabulary)
+    config = dataclasses.replace(config, name=name, decodable=tokenizer.vocab_size)
     params = load_gguf_params(
         file,
         config,

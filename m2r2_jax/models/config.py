@@ -125,6 +125,9 @@ class ModelConfig:
     experts: Experts | None = None
 
     def __post_init__(self):
+        if self.decodable is not None and self.decodable >= self.vocab_size:
+            # One form for models whose every row has a text.
+            object.__setattr__(self, "decodable", None)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} "

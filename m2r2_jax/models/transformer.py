@@ -425,7 +425,7 @@ def unembed(decoder: Decoder, params: dict, normed: jax.Array) -> jax.Array:
     head = params.get("head", params["embed"])
     product = linear(normed, head, decoder.execution, jnp.float32)
     logits = finished_logits(product, config.logit_multiplier, config.logit_cap)
-    if config.decodable is None or config.decodable >= config.vocab_size:
+    if config.decodable is None:
         return logits
     return jnp.where(jnp.arange(config.vocab_size) < config.decodable, logits, -jnp.inf)
 
