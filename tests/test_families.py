@@ -83,32 +83,47 @@ def test_rotary_frequencies_are_those_of_transformers(name):
 
 
 @every_family
-def test_i1_zero_accelerators_leave_both_streams_equal(name):
-    config, params = load_family(FOLDER / name)
+def test_i1_and_i2_of_both_streams(name):
+    config, params = load_family(FOLDER / name, unrolled=True)
     tokens = golden(FOLDER / name)["tokens"].astype(np.int32)
-    accelerators = tiny_accelerators(
-        config.num_layers, scale=0.0, carry=0.0, config=config
-    )
-    for slow, fast in both_streams(config, params, accelerators, tokens):
+
+    def streams(scale):
+        accelerators = tiny_accelerators(
+            config.num_layers, scale=scale, carry=0.0, config=config
+        )
+        accelerators["layers"] = transformer.unroll(accelerators["layers"])
+        return both_streams(config, params, accelerators, tokens)
+
+    for (slow, fast), (again, other) in zip(streams(0.0), streams(0.5), strict=True):
         assert np.std(slow) > 0.01
         np.testing.assert_array_equal(fast, slow)
+        np.testing.assert_array_equal(again, slow)  # I2
+        assert np.any(other != slow)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def both_streams(config, params, accelerators, tokens):
-    """h and p at every depth."""
+    """h and p at every depth, above the embedding."""
     count = tokens.shape[1]
     position = jnp.arange(count)[None] + jnp.zeros((2, 1), jnp.int32)
     causal = jnp.tril(jnp.ones((2, count, count), bool))
     rows = transformer.rows_at(config, position, position, causal)
-    x = transformer.embed(config, params, tokens)
-    start = multirate.start(accelerators, x, jnp.zeros_like(x))
-    return [
-        multirate.run_both(
-            Decoder(config), params["blocks"], accelerators, x, start, rows, None, exit
-        )[:2]
-        for exit in range(1, config.num_layers + 1)
-    ]
+    slow = transformer.embed(config, params, tokens)
+    fast = multirate.start(accelerators, slow, jnp.zeros_like(slow))
+    x, found = jnp.concatenate([slow, fast], axis=1), []
+    for layer in range(config.num_layers):
+        x, _ = transformer.run_layers(
+            Decoder(config),
+            params["blocks"],
+            x,
+            transformer.with_fast_rows(rows),
+            None,
+            layer,
+            layer + 1,
+            accelerators["layers"],
+        )
+        found.append((x[:, :count], x[:, count:]))
+    return found
 
 
 def chain(config, params) -> Method:
