@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +18,7 @@ from m2r2_jax.drafters.draft_head import draft_head
 from m2r2_jax.models.cache import init_cache
 from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.models.multirate import MultiRateConfig, init_accelerators
-from m2r2_jax.models.transformer import init_params, like_matrices
+from m2r2_jax.models.transformer import init_params, like_matrices, unroll
 from m2r2_jax.ops.execution import PLAIN, Execution
 from m2r2_jax.training.losses import Batch
 from m2r2_jax.training.steps import TrainConfig, init_state, train_step
@@ -74,9 +72,11 @@ def _decode(
     def lower(given):
         return loop.decode.lower(Decoder(config, execution), drafter, *given)
 
-    state = jax.eval_shape(functools.partial(_state, config, drafter))
-    rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    given = {"model": _model(config), **extra}, state, rounds
+    params, unrolled = {"model": _model(config), **extra}, execution.kernels is not None
+    if unrolled:
+        params = jax.eval_shape(_unrolled, params)
+    state = jax.eval_shape(lambda: _state(config, drafter, unrolled))
+    given = params, state, jax.ShapeDtypeStruct((), jnp.int32)
     name += ", kernels" if execution.kernels else ""
     return Program(f"{config.name} {name}", lower, given)
 
@@ -110,13 +110,23 @@ def _train_step(config: ModelConfig) -> Program:
     return Program(name, lower, given)
 
 
-def _state(config: ModelConfig, drafter: Drafter) -> DecodeState:
+def _unrolled(params: dict) -> dict:
+    """With a dict per layer, as `load` stores them for kernels: a kernel would have
+    each layer sliced off a stack first.
+    """
+    model, stream = params["model"], params["accelerators"]
+    model = {**model, "blocks": unroll(model["blocks"])}
+    stream = {**stream, "layers": unroll(stream["layers"])}
+    return {**params, "model": model, "accelerators": stream}
+
+
+def _state(config: ModelConfig, drafter: Drafter, unrolled: bool) -> DecodeState:
     """The state of one conversation, as `Engine.begin` makes it."""
     params = [SamplingParams()]
     history_BS = jnp.zeros((1, _SLOTS), jnp.int32)
     has_carry = isinstance(drafter, MultiRateChain)
     return DecodeState(
-        cache=init_cache(config, 1, _SLOTS, _DTYPE, unrolled=False),
+        cache=init_cache(config, 1, _SLOTS, _DTYPE, unrolled=unrolled),
         history=history_BS,
         limit=jnp.zeros((1,), jnp.int32),
         done=jnp.zeros((1,), bool),
