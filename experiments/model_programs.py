@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -16,11 +14,11 @@ from m2r2_jax.decoding.sampling import Sampling
 from m2r2_jax.decoding.settings import SamplingParams
 from m2r2_jax.decoding.state import DecodeState, Trace
 from m2r2_jax.drafters import MultiRateChain, NoDrafts
-from m2r2_jax.drafters.draft_head import draft_head
+from m2r2_jax.drafters.draft_head import DraftHead, draft_head
 from m2r2_jax.models.cache import init_cache
 from m2r2_jax.models.config import Decoder, ModelConfig
 from m2r2_jax.models.multirate import MultiRateConfig, init_accelerators
-from m2r2_jax.models.transformer import init_params, like_matrices
+from m2r2_jax.models.transformer import init_params, like_matrices, unroll
 from m2r2_jax.ops.execution import PLAIN, Execution
 from m2r2_jax.training.losses import Batch
 from m2r2_jax.training.steps import TrainConfig, init_state, train_step
@@ -34,16 +32,19 @@ _DRAFTS, _RATES = 4, MultiRateConfig(exit_layer=2, rank=64)
 _BATCH, _TOKENS = 8, 1024
 
 
-def model_programs() -> list[Program]:
-    """Prefill, a plain step, a round and a training step; a round at 8B."""
+def model_programs(
+    small: ModelConfig = SMOLLM2, large: ModelConfig = LLAMA_3_8B
+) -> list[Program]:
+    """Prefill, a plain step, a round and a training step; a round of a large model."""
     chain = MultiRateChain(_RATES.exit_layer, _DRAFTS)
+    name = f"round of {_DRAFTS} drafts"
     return [
-        _prefill(SMOLLM2),
-        _decode("plain step", SMOLLM2, NoDrafts(), {}),
-        _decode("round of 4 drafts", SMOLLM2, chain, _stream(SMOLLM2)),
-        _decode("round of 4 drafts", SMOLLM2, chain, _stream(SMOLLM2), _KERNELS),
-        _train_step(SMOLLM2),
-        _decode("round of 4 drafts", LLAMA_3_8B, chain, _stream(LLAMA_3_8B), _KERNELS),
+        _prefill(small),
+        _decode("plain step", small, NoDrafts(), {}),
+        _decode(name, small, chain, _stream(small)),
+        _decode(name, small, chain, _stream(small), _KERNELS),
+        _train_step(small),
+        _decode(name, large, chain, _stream(large), _KERNELS),
     ]
 
 
@@ -74,9 +75,11 @@ def _decode(
     def lower(given):
         return loop.decode.lower(Decoder(config, execution), drafter, *given)
 
-    state = jax.eval_shape(functools.partial(_state, config, drafter))
-    rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    given = {"model": _model(config), **extra}, state, rounds
+    params, unrolled = {"model": _model(config), **extra}, execution.kernels is not None
+    if unrolled:
+        params = jax.eval_shape(_unrolled, params)
+    state = jax.eval_shape(lambda: _state(config, drafter, unrolled))
+    given = params, state, jax.ShapeDtypeStruct((), jnp.int32)
     name += ", kernels" if execution.kernels else ""
     return Program(f"{config.name} {name}", lower, given)
 
@@ -102,21 +105,29 @@ def _train_step(config: ModelConfig) -> Program:
 
     # The stream is f32: the teacher's states enter it so.
     params = _model(config, jnp.float32)
-    head = jax.eval_shape(
-        lambda p: draft_head(config, p, jnp.arange(_HEAD_IDS)), params
-    )
+    head = jax.eval_shape(lambda params: _head(config, params), params)
     given = params, head, *jax.eval_shape(arguments)
     name = f"{config.name} training step, {_BATCH} x {_TOKENS} tokens"
     return Program(name, lower, given)
 
 
-def _state(config: ModelConfig, drafter: Drafter) -> DecodeState:
+def _unrolled(params: dict) -> dict:
+    """With a dict per layer, as `load` stores them for kernels: a kernel would have
+    each layer sliced off a stack first.
+    """
+    model, stream = params["model"], params["accelerators"]
+    model = {**model, "blocks": unroll(model["blocks"])}
+    stream = {**stream, "layers": unroll(stream["layers"])}
+    return {**params, "model": model, "accelerators": stream}
+
+
+def _state(config: ModelConfig, drafter: Drafter, unrolled: bool) -> DecodeState:
     """The state of one conversation, as `Engine.begin` makes it."""
     params = [SamplingParams()]
     history_BS = jnp.zeros((1, _SLOTS), jnp.int32)
     has_carry = isinstance(drafter, MultiRateChain)
     return DecodeState(
-        cache=init_cache(config, 1, _SLOTS, _DTYPE, unrolled=False),
+        cache=init_cache(config, 1, _SLOTS, _DTYPE, unrolled=unrolled),
         history=history_BS,
         limit=jnp.zeros((1,), jnp.int32),
         done=jnp.zeros((1,), bool),
@@ -146,7 +157,13 @@ def _stream(config: ModelConfig) -> dict:
 
     def make(params):
         accelerators = init_accelerators(config, _RATES, jax.random.key(0))
-        head = draft_head(config, params, jnp.arange(_HEAD_IDS))
-        return {"accelerators": like_matrices(params, accelerators), "head": head}
+        accelerators = like_matrices(params, accelerators)
+        return {"accelerators": accelerators, "head": _head(config, params)}
 
     return jax.eval_shape(make, _model(config))
+
+
+def _head(config: ModelConfig, params: dict) -> DraftHead:
+    """A reduced draft head."""
+    ids = jnp.arange(min(_HEAD_IDS, config.vocab_size))
+    return draft_head(config, params, ids)

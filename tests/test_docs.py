@@ -9,7 +9,9 @@ ROOT = Path(__file__).parent.parent
 TESTS = {path.name: path.read_text() for path in ROOT.glob("tests/**/test_*.py")}
 
 
-@pytest.mark.parametrize("name", ["docs/lossless.md", "docs/method.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/kernels.md", "docs/lossless.md", "docs/method.md"]
+)
 def test_tests_that_are_named_exist(name):
     """A file's name holds for the tests listed behind it, until another is named."""
     file, named = None, 0
